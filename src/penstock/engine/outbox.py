@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.contract import FinishReason, Listener, Start, TokenEvent
-from penstock.engine.scheduling.track import State
+from penstock.engine.scheduling.stages import State
 from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
 from penstock.figures import Histogram
 

@@ -32,6 +32,13 @@ class Budget:
     division: Division | None = None
 
 
+@dataclass(slots=True)
+class Promises:
+    """Blocks that running requests may still draw."""
+
+    num: int = 0
+
+
 class PrefillTimes(Protocol):
     """Measured prefill times. None before the first measurement."""
 

@@ -10,7 +10,7 @@ from itertools import chain
 from penstock.contract import KvLedger, Prefix, Request, Want
 from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.running import Running
-from penstock.engine.scheduling.track import Track
+from penstock.engine.scheduling.stages import Life, WaitingRequest
 
 LONG_TOKENS = 8192  # least length of a long conversation
 # A client whose long conversation was just answered may continue at once, while its KV is still on the
@@ -36,7 +36,7 @@ _REMEMBERED = 64  # conversations answered last, one key each
 class _Answered:
     """A conversation that was just answered."""
 
-    track: Track
+    life: Life
     until: int  # plan number at which its want ends
     want: Want
     # index and key of its middle block: a request with that key there continues at least half of it
@@ -77,17 +77,18 @@ class Conversations:
     def step_planned(self, prefills: bool) -> None:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
 
-    def answered(self, track: Track) -> None:
+    def answered(self, life: Life) -> None:
         """The request has ended; its client may continue at once."""
-        if len(track.tokens) < LONG_TOKENS:
+        if len(life.tokens) < LONG_TOKENS:
             return
         self._grace = GRACE
-        if track.prefix is not None and track.prefix.keys and track.request.may_match and self._bound_s > 0:
-            want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
+        prefix = life.prefix
+        if prefix is not None and prefix.keys and life.request.may_match and self._bound_s > 0:
+            want = self._ledger.want(prefix.keys, want_rank(life.request, self._newest_s))
             if want is not None:
-                place = len(track.prefix.keys) // 2
-                middle = place, track.prefix.keys[place]
-                self._kept.append(_Answered(track, self._num_plans + KEPT_PLANS, want, middle))
+                place = len(prefix.keys) // 2
+                middle = place, prefix.keys[place]
+                self._kept.append(_Answered(life, self._num_plans + KEPT_PLANS, want, middle))
                 self._middles.append(middle)
 
     def forget(self) -> None:
@@ -102,27 +103,31 @@ class Conversations:
         request."""
         return self._grace > 0 and self._bound_s > 0
 
-    def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
-        """True if `track`, which begins a long conversation, should wait for those under way. Other requests
+    def need_room(self, waiting: WaitingRequest, measured: bool, running: Running, line: Line) -> bool:
+        """True if `waiting`, which begins a long conversation, should wait for those under way. Others
         overtake it meanwhile, so this ends when a request arrives that may not overtake it. False if no
         request runs whose end could make room."""
         # before the first measurement its rank is its arrival
-        by_s = track.rank if measured else track.rank + self._bound_s
+        by_s = waiting.rank if measured else waiting.rank + self._bound_s
         if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
             return False
-        num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - running.most_blocks(track)
-        answered = (one.track for one in self._kept if not one.went_on)
-        for other in chain(running.tracks.values(), answered, line.going_on()):
-            if len(other.tokens) >= LONG_TOKENS and other.request.priority <= track.request.priority:
+        num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - running.most_blocks(waiting.life)
+        under_way = chain(
+            (one.life for one in running.requests.values()),
+            (one.life for one in self._kept if not one.went_on),
+            (one.life for one in line.going_on()),
+        )
+        for other in under_way:
+            if len(other.tokens) >= LONG_TOKENS and other.request.priority <= waiting.request.priority:
                 num_left -= running.most_blocks(other)
                 if num_left < 0:
                     return True
         return False
 
 
-def begins(track: Track) -> bool:
+def begins(waiting: WaitingRequest) -> bool:
     """True if the request begins a long conversation."""
-    return not track.goes_on and len(track.tokens) >= LONG_TOKENS
+    return not waiting.goes_on and waiting.num_tokens >= LONG_TOKENS
 
 
 def _has(prefix: Prefix, place: int, key: bytes) -> bool:

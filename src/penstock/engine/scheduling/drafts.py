@@ -1,17 +1,21 @@
-"""The scheduler's interface to a proposer of draft tokens. Implemented in `penstock.speculation`."""
+"""Drafts in the scheduler: its interface to a proposer, implemented in `penstock.speculation`, and how many
+drafts fit into a request's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.engine.scheduling.track import Track
+from penstock.contract import KvLedger
+from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.running import Running
+from penstock.engine.scheduling.stages import Life, RunningRequest, State
 
 
 class Decoding(NamedTuple):
     """A request that gets one token from the next step, and may get more."""
 
-    track: Track
+    life: Life
     most: int  # drafts that fit
     num_pending: int = 0  # its drafts already on the device
 
@@ -28,23 +32,97 @@ class Drafter(Protocol):
     def num_ahead(self) -> int:
         """Drafts per request that the device makes after the next step."""
 
-    @property
-    def leaves_out(self) -> bool:
-        """True if the draft model may skip tokens for good, since no drafts are expected soon."""
+    def started(self, life: Life) -> None:
+        """The request joins the steps. If drafting is on, it is drafted from now on."""
 
-    @property
-    def has_kv(self) -> bool:
-        """True if the draft model also runs over each step's tokens and keeps KV in every block."""
+    def considers(self, num_requests: int) -> bool:
+        """True if a step of so many requests may have drafts. Called once for every step in which a request
+        decodes."""
 
-    def considers(self, tracks: Sequence[Track]) -> bool:
-        """True if it may propose drafts for a step of `tracks`, or let the device make drafts after it.
-        Called for every step in which a request decodes; `propose` follows if True."""
+    def wants(self, life: Life) -> bool:
+        """True if the request may have drafts in the next step."""
 
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        """Drafts for each request, in a step that also computes `num_others` prompt tokens."""
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
+        """Drafts for each of `requests`, in a step of `num_requests` in all."""
 
-    def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
+    def saw(self, life: Life, num_drafts: int, num_kept: int) -> None:
         """The target accepted the first `num_kept` of a request's `num_drafts` drafts."""
 
-    def ended(self, track: Track) -> None:
+    def ended(self, life: Life) -> None:
         """The request is over."""
+
+
+class NoDrafts:
+    """Implements `Drafter` without speculation."""
+
+    needs_results = False
+    num_ahead = 0
+
+    def started(self, life: Life) -> None:
+        pass
+
+    def considers(self, num_requests: int) -> bool:
+        return False
+
+    def wants(self, life: Life) -> bool:
+        return False
+
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
+        return [()] * len(requests)
+
+    def saw(self, life: Life, num_drafts: int, num_kept: int) -> None:
+        pass
+
+    def ended(self, life: Life) -> None:
+        pass
+
+
+class Drafting:
+    """Asks a proposer for the drafts of each step. No request is retracted for a draft."""
+
+    def __init__(self, drafter: Drafter, ledger: KvLedger, budget: Budget, running: Running) -> None:
+        self.drafter = drafter
+        self._block_tokens = ledger.block_tokens
+        self._may_draw = budget.overcommit <= 1.0  # promises do not exceed memory
+        self._running = running
+
+    def propose(self, requests: Sequence[RunningRequest]) -> dict[RunningRequest, tuple[int, ...]]:
+        """Draft tokens for the next step, by decoding request."""
+        if not self.drafter.considers(len(requests)):
+            return {}
+        found = [
+            (one, most)
+            for one in requests
+            if self.drafter.wants(one.life) and (most := self._most_verified(one)) > 0
+        ]
+        if not found:
+            return {}
+        asked = [Decoding(one.life, most, one.num_pending) for one, most in found]
+        proposed = self.drafter.propose(asked, len(requests))
+        return {one: drafts for (one, _), drafts in zip(found, proposed, strict=True) if drafts}
+
+    def _most_verified(self, running: RunningRequest) -> int:
+        """How many drafts fit into its promised blocks, or into its table if promises exceed memory. A
+        request that is paged out or has a grammar decodes one token at a time."""
+        life, sampling = running.life, running.request.sampling
+        if life.state is not State.RUNNING or running.num_left != 1 or not life.placement.may_draft:
+            return 0
+        if running.num_planned < running.num_cached:
+            return 0
+        most = min(sampling.max_tokens - (life.num_expected - life.num_prompt) - 1, running.num_unmasked)
+        num_blocks = running.promised if self._may_draw else running.table.num_slots
+        return min(most, num_blocks * self._block_tokens - running.num_planned - 1)
+
+    def draw_room(self, running: RunningRequest, num_tokens: int, num_ahead: int) -> int:
+        """How many of the `num_ahead` drafts made after its next `num_tokens` get slots, within its promise.
+        Drafts without slots are not verified."""
+        life, table, size = running.life, running.table, self._block_tokens
+        end = running.num_planned + num_tokens
+        most = min(num_ahead, life.lifetime_tokens - end, running.promised * size - end)
+        most = min(most, running.num_unmasked)
+        if most <= 0 or end < life.num_expected or not life.placement.may_draft:
+            return 0
+        wanted = blocks_for(end + most, size) - table.num_slots
+        if wanted > 0 and not (self._may_draw and self._running.try_draw(running, wanted)):
+            return table.num_slots * size - end
+        return most

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, StepFailure, TokenEvent
-from penstock.engine.scheduling.track import Track
+from penstock.engine.scheduling.stages import Life
 from penstock.figures import RECALL_BOUNDS, Histogram
 
 
@@ -32,6 +32,11 @@ class SchedulerCounts:
         for counts in (self.drafted_by_place, self.accepted_by_place):
             counts.extend([0] * (place - len(counts)))
 
+    def see_scoring(self, recall: float | None) -> None:
+        self.scorings += 1
+        if recall is not None:
+            self.recall.add(recall)
+
     def add_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A step verified `num_drafts` drafts of one request."""
         self.drafted_tokens += num_drafts
@@ -48,10 +53,10 @@ class Events:
         self.stop_ids = frozenset(stop_ids)
         self._counts = counts
 
-    def of_tokens(self, track: Track, sampled: Sampled, num_drafts: int = 0) -> TokenEvent:
+    def of_tokens(self, life: Life, sampled: Sampled, num_drafts: int = 0) -> TokenEvent:
         """A step sampled tokens for it. Keeps them up to the token that ends it, if any. `num_drafts`: drafts
         verified for it."""
-        sampling = track.request.sampling
+        sampling = life.request.sampling
         kept: list[int] = []
         finish: FinishReason | None = None
         stop_token: int | None = None
@@ -60,17 +65,17 @@ class Events:
             if token in sampling.stop_token_ids or (token in self.stop_ids and not sampling.ignore_eos):
                 finish, stop_token = FinishReason.STOP, token
                 break
-            track.tokens.append(token)
+            life.tokens.append(token)
             kept.append(token)
-            if len(track.tokens) - track.num_prompt >= sampling.max_tokens:
+            if life.num_written >= sampling.max_tokens:
                 finish = FinishReason.LENGTH
                 break
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
-        prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
+        prompt_logprobs, source = (None, None) if life.started else self._first_news(life)
         event = TokenEvent(
-            track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source
+            life.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source
         )
-        if source is not None and track.is_partial:
+        if source is not None and life.placement.is_partial:
             event = event._replace(scored=True)
         if not num_drafts:
             return event
@@ -79,28 +84,28 @@ class Events:
         self._counts.add_drafts(num_drafts, num_accepted)
         return event._replace(drafted=num_drafts, accepted=num_accepted)
 
-    def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
+    def of_end(self, life: Life, finish: FinishReason) -> TokenEvent:
         """It ends without a token: max_tokens is 0, it was cancelled, its grammar is complete, or a step
         failed."""
         prompt_logprobs, source = (
-            (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
+            (None, None) if life.started or finish is not FinishReason.LENGTH else self._first_news(life)
         )
-        scored = source is not None and track.is_partial
+        scored = source is not None and life.placement.is_partial
         return TokenEvent(
-            track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source, scored=scored
+            life.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source, scored=scored
         )
 
-    def of_failure(self, track: Track, error: StepFailure) -> TokenEvent:
-        return self.of_end(track, FinishReason.ERROR)._replace(error=str(error))
+    def of_failure(self, life: Life, error: StepFailure) -> TokenEvent:
+        return self.of_end(life, FinishReason.ERROR)._replace(error=str(error))
 
-    def _first_news(self, track: Track) -> tuple[PromptLogprobs | None, KvSource]:
+    def _first_news(self, life: Life) -> tuple[PromptLogprobs | None, KvSource]:
         """The parts of a request's first event besides tokens: logprobs of its prompt, and the tiers that its
         prompt's KV came from."""
-        track.started = True
+        life.started = True
         tokens: Counter[str] = Counter()
-        for tier, num in track.found:
+        for tier, num in life.sources.found:
             tokens[tier] += num
-        source = KvSource(**tokens, computed=track.num_prompt - tokens.total())
+        source = KvSource(**tokens, computed=life.num_prompt - tokens.total())
         for tier, num_tokens in asdict(source).items():
             self._counts.prompt_tokens[tier] += num_tokens
-        return track.prompt_logprobs, source
+        return life.prompt_logprobs, source

@@ -22,13 +22,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, wrong_spans
 from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
+from penstock.engine.scheduling.stages import Placed
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
@@ -241,15 +241,6 @@ class KeptContexts:
 
 def num_kept_parts(division: Division | None, num_pageable: int) -> int:
     return 0 if division is None else num_pageable // division.part_blocks
-
-
-class Placed(NamedTuple):
-    """Where a chunk's context is."""
-
-    slots: NDArray[np.int32]
-    paged: NDArray[np.int32] | None
-    num_left_out: int
-    scoring: Scoring | None
 
 
 class ResidentSet:

@@ -1,5 +1,5 @@
-"""The step being built, and the steps whose results are outstanding. Owns their order and their fences. The
-scheduler decides which requests take part, and handles the results."""
+"""The step being built, and the steps whose results are outstanding. Owns their order, their fences, and when
+the blocks that they fill are sealed. The scheduler decides which requests take part."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start, Table
-from penstock.engine.scheduling.track import Track
+from penstock.contract import (
+    TOKEN_IN_FLIGHT,
+    Chunk,
+    Echo,
+    Fence,
+    FenceId,
+    Load,
+    Request,
+    Start,
+    StepPlan,
+    Table,
+)
+from penstock.engine.scheduling.stages import Life, RunningRequest
 from penstock.errors import InvariantBroken
 
+# Blocks filled by decoding that one commit seals: this many, or twice the average number filled per step. If
+# hundreds of requests fill a block in the same step, sealing and saving all of them would take as long as the
+# step.
+_SEALS_AT_ONCE = 16
 
-class Draft:
+
+class NextStep:
     """The step being built. It is kept until something is computed, so its row setups and waits are not
     lost."""
 
@@ -27,96 +43,82 @@ class Draft:
         self.scores = False  # some chunk asks for scores of its context
         self.reads_host = True  # it may read KV in host memory
 
-    def set_up(self, track: Track) -> None:
-        self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
+    def set_up(self, running: RunningRequest) -> None:
+        life = running.life
+        self.starts.append(Start.of(running.row, life.request, life.tokens[life.num_prompt :]))
 
-    def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = (), room: int = 0) -> None:
+    def add(
+        self, running: RunningRequest, num_tokens: int, drafts: tuple[int, ...] = (), room: int = 0
+    ) -> None:
         """Compute its next `num_tokens` and verify `drafts` after them. Slots exist for all of these, and for
         `room` tokens that are drafted after the step."""
-        start, end = track.num_planned, track.num_planned + num_tokens
-        table, request = track.held_table(), track.request
-        sampling = request.sampling
-        tokens = tuple(track.tokens[start:end])
+        life, request = running.life, running.request
+        start, num_known, num_drafts = running.num_planned, len(life.tokens), len(drafts)
+        end, sampling = start + num_tokens, request.sampling
+        tokens = tuple(life.tokens[start:end])
         if len(tokens) < num_tokens:
             tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
-        num_drafts, num_known = len(drafts), len(track.tokens)
-        num_logits = (
-            1 + num_drafts if end == num_known + track.num_in_flight and sampling.max_tokens > 0 else 0
-        )
+        num_logits = 1 + num_drafts if end == life.num_expected and sampling.max_tokens > 0 else 0
         tokens, end = tokens + drafts, end + num_drafts
-        num_unsure, track.num_drafted = track.num_drafted, num_drafts
-        track.num_pending = self.num_ahead if num_logits else 0
-        next_token = track.tokens[end] if end < num_known else 0
-        track.num_planned = end
-        track.num_in_flight += num_logits
-        if track.load is not None:
-            if not track.load.settled:
-                self.loads[request.id] = track.load
-            track.load = None
-        for fence in table.take_after():
-            self.after[FenceId(fence.lane, fence.number)] = fence
+        num_unsure, running.num_drafted = running.num_drafted, num_drafts
+        running.num_pending = self.num_ahead if num_logits else 0
+        next_token = life.tokens[end] if end < num_known else 0
+        running.num_planned = end
+        life.num_in_flight += num_logits
+        self._wait_for(running)
         echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
-        writes = start >= track.num_cached
-        paged, num_left_out, scoring = None, 0, None
-        if track.resident is not None:
-            placed = track.resident.place(
-                table, start, end, may_score=not self.scores, may_read=self.reads_host
-            )
-            slots, paged, num_left_out, scoring = placed
-            self.scores |= scoring is not None and scoring.num_parts > 0
-        else:
-            slots = table.slots(end + room)
-            paged = table.paged_slots if track.is_deep and table.num_paged else None
+        placed = life.placement.place(running, start, end, room, self)
+        self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         chunk = Chunk(
-            *(request.id, track.row, start, tokens, slots, writes, num_logits, request.adapter, echo, paged),
-            *(num_unsure, next_token, num_left_out, scoring, room),
+            request_id=request.id,
+            row=running.row,
+            start=start,
+            tokens=tokens,
+            slots=placed.slots,
+            writes=start >= running.num_cached,
+            num_logits=num_logits,
+            adapter=request.adapter,
+            echo=echo,
+            paged=placed.paged,
+            num_unsure=num_unsure,
+            next_token=next_token,
+            num_left_out=placed.num_left_out,
+            scoring=placed.scoring,
+            room=room,
         )
         (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
 
-    @property
-    def num_single(self) -> int:
-        """Chunks of one token, drafts aside."""
-        return len(self.decodes) + len(self.silent)
+    def _wait_for(self, running: RunningRequest) -> None:
+        """Its load, and the earlier users of slots that it has drawn."""
+        if running.load is not None:
+            if not running.load.settled:
+                self.loads[running.request.id] = running.load
+            running.load = None
+        for fence in running.table.take_after():
+            self.after[FenceId(fence.lane, fence.number)] = fence
 
     def chunks(self) -> tuple[Chunk, ...]:
         """In step order: single tokens first, and of these the sampled ones first, so that a chunk and its
         sample have the same index."""
         return (*self.decodes, *self.silent, *self.prefills)
 
-    def drop(self, track: Track) -> None:
-        """It leaves before the step is launched. Its row may still be set up: the setup of the row's next
-        request comes later in lane order."""
-        self.loads.pop(track.request.id, None)
+    def plan(self, number: int, chunks: tuple[Chunk, ...]) -> StepPlan:
+        num_single = len(self.decodes) + len(self.silent)
+        waits = tuple(self.after), tuple(self.loads)
+        return StepPlan(number, chunks, num_single, tuple(self.starts), *waits, self.num_ahead)
+
+    def drop(self, request_id: str) -> None:
+        """The request leaves before the step is launched. Its row may still be set up: the setup of the row's
+        next request comes later in lane order."""
+        self.loads.pop(request_id, None)
         for chunks in (self.decodes, self.silent, self.prefills):
-            chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
-
-
-def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk], least: int = 1) -> tuple[Chunk, ...]:
-    """Tokens before those of `chunks` that the draft model has not processed, for requests with at least
-    `least` of them; single tokens first. All are known: a token in flight is in its chunk."""
-    found = []
-    for track, chunk in zip(tracks, chunks, strict=True):
-        if chunk.start - track.num_followed >= least:
-            tokens = tuple(track.tokens[track.num_followed : chunk.start])
-            found.append(
-                Chunk(
-                    chunk.request_id,
-                    chunk.row,
-                    track.num_followed,
-                    tokens,
-                    track.held_table().slots(chunk.start),
-                    True,
-                    0,
-                )
-            )
-    return tuple(sorted(found, key=lambda chunk: len(chunk.tokens) > 1))
+            chunks[:] = [chunk for chunk in chunks if chunk.request_id != request_id]
 
 
 class Share(NamedTuple):
-    """One request's part of a launched step, and its epoch."""
+    """One request's part of a launched step."""
 
-    track: Track
-    epoch: int
+    running: RunningRequest  # the stage that was planned; a retraction ends it
     start: int
     end: int  # tokens computed when the step is over, if all drafts are accepted
     num_logits: int
@@ -129,12 +131,10 @@ class Share(NamedTuple):
 
 class Step(NamedTuple):
     number: int
-    shares: dict[Track, Share]
+    shares: dict[Life, Share]
     fence: Fence | None = None  # after the step
     has_drafts: bool = False  # it verifies drafts
-    rewrites: bool = False  # it may write tokens that come before its own
-    # the draft model processes its tokens or earlier ones, or skips earlier ones
-    is_followed: bool = True
+    rewrites: bool = False  # it may begin earlier than planned, since drafts before it are not verified yet
 
 
 class Steps:
@@ -142,34 +142,30 @@ class Steps:
 
     def __init__(self) -> None:
         self.last_fence: Fence | None = None  # after every step launched so far
-        self._num_steps = 0
+        self.num_planned = 0
         self._unread: deque[Step] = deque()
         self.num_drafted = 0  # of these, steps that verify drafts
-        self.num_rewriting = 0  # of these, steps that may write tokens before their own
+        self.num_rewriting = 0  # of these, steps with drafts, or after unverified ones
         self._is_whole = True  # all of the step launched last is on the lane
         self._released: list[Table] = []  # tables to release when it is
 
     def add(
-        self,
-        chunks: Sequence[Chunk],
-        tracks: Mapping[str, Track],
-        missed: Sequence[Chunk] = (),
-        has_drafts: bool = False,
-        is_followed: bool = True,
+        self, chunks: Sequence[Chunk], requests: Mapping[str, RunningRequest], has_drafts: bool = False
     ) -> int:
-        """A step of these chunks was planned; returns its number. `tracks`: running requests by id. `missed`:
-        earlier tokens that the draft model catches up on."""
-        firsts = {chunk.request_id: chunk.start for chunk in missed}
-        self._num_steps += 1
+        """A step of these chunks was planned; returns its number. `requests`: running requests by id."""
+        self.num_planned += 1
         # the start of a step after unverified drafts is not known yet
-        rewrites = has_drafts or bool(missed) or self.num_drafted > 0
+        rewrites = has_drafts or self.num_drafted > 0
         self.num_drafted += has_drafts
         self.num_rewriting += rewrites
-        shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
-        self._unread.append(
-            Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites, is_followed=is_followed)
-        )
-        return self._num_steps
+        shares = {}
+        for chunk in chunks:
+            running, start = requests[chunk.request_id], chunk.start
+            shares[running.life] = Share(
+                running, start, chunk.kv_len, chunk.num_logits, start - chunk.num_unsure
+            )
+        self._unread.append(Step(self.num_planned, shares, has_drafts=has_drafts, rewrites=rewrites))
+        return self.num_planned
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
         """The step added last is on the compute lane; `fence` follows it. If it is not whole, this is called
@@ -198,40 +194,79 @@ class Steps:
         self.num_rewriting -= step.rewrites
         return step
 
-    def shares_of(self, track: Track) -> list[Share]:
-        return [step.shares[track] for step in self._unread if track in step.shares]
+    def shares_of(self, life: Life) -> list[Share]:
+        """Of every stage; a step from before a retraction may still be outstanding."""
+        return [step.shares[life] for step in self._unread if life in step.shares]
 
-    def writes_from(self, track: Track) -> int:
-        """The first token that an outstanding step of this epoch may write."""
+    def writes_from(self, running: RunningRequest) -> int:
+        """The first token that an outstanding step of this stage may write."""
+        shares = self.shares_of(running.life)
         return min(
-            (share.writes_from for share in self.shares_of(track) if share.epoch == track.epoch),
-            default=track.num_planned,
+            (share.writes_from for share in shares if share.running is running), default=running.num_planned
         )
 
-    def move(self, track: Track, num_tokens: int) -> bool:
-        """Its shares in later steps of this epoch start `num_tokens` earlier than planned. False if there are
-        none."""
+    def move(self, running: RunningRequest, num_tokens: int) -> bool:
+        """Its shares in later steps start `num_tokens` earlier than planned. False if there are none."""
         found = False
         for step in self._unread:
-            share = step.shares.get(track)
-            if share is not None and share.epoch == track.epoch:
+            share = step.shares.get(running.life)
+            if share is not None and share.running is running:
                 found = True
-                step.shares[track] = share._replace(
+                step.shares[running.life] = share._replace(
                     start=share.start - num_tokens, end=share.end - num_tokens
                 )
         return found
 
-    def forget(self, tracks: Iterable[Track]) -> None:
+    def forget(self, lives: Iterable[Life]) -> None:
         """Drop their shares in later steps."""
-        for track in tracks:
+        for life in lives:
             for step in self._unread:
-                step.shares.pop(track, None)
+                step.shares.pop(life, None)
 
 
-def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
-    start = chunk.start
-    first = missed.get(chunk.request_id, start - chunk.num_unsure) if missed else start - chunk.num_unsure
-    return Share(track, track.epoch, start, start + len(chunk.tokens), chunk.num_logits, first)
+class Sealing:
+    """Seals the blocks that requests fill by decoding, a bounded number in each commit."""
+
+    def __init__(self, steps: Steps, block_tokens: int) -> None:
+        self._steps = steps
+        self._block_tokens = block_tokens
+        # requests with an unsealed block filled by decoding, oldest first
+        self._unsealed: dict[RunningRequest, None] = {}
+        self._num_left = 0  # how many such blocks the current commit may still seal
+
+    def begin(self, step: Step) -> None:
+        """A commit of `step` begins: first the blocks that earlier commits left."""
+        self._num_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._block_tokens)
+        self._seal_some(step.fence)
+
+    def filled(self, running: RunningRequest, fence: Fence | None) -> None:
+        """It has decoded; `fence` follows the step."""
+        if self._num_sealable(running) // self._block_tokens > running.num_sealed // self._block_tokens:
+            self._unsealed[running] = None
+            self._seal_some(fence)
+
+    def finish(self, running: RunningRequest) -> None:
+        """It leaves: seal what is left of it."""
+        if running in self._unsealed:
+            self._seal(running, self._steps.last_fence)
+
+    def _seal_some(self, fence: Fence | None) -> None:
+        while self._unsealed and self._num_left > 0:
+            self._num_left -= 1
+            self._seal(next(iter(self._unsealed)), fence)
+
+    def _seal(self, running: RunningRequest, fence: Fence | None) -> None:
+        del self._unsealed[running]
+        running.num_sealed = self._num_sealable(running)
+        running.table.seal(running.life.tokens, running.num_sealed, fence)
+
+    def _num_sealable(self, running: RunningRequest) -> int:
+        """Computed tokens that no launched step may still write: a step after unverified drafts may begin
+        earlier than planned."""
+        size, num = self._block_tokens, running.num_committed
+        if num // size == running.num_sealed // size or not self._steps.num_rewriting:
+            return num
+        return min(num, self._steps.writes_from(running))
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:

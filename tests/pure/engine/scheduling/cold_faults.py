@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.scheduling.track import Track
+from penstock.engine.scheduling.stages import Life, RunningRequest, Runs
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
@@ -30,38 +30,34 @@ def takes_a_short_load_for_a_whole_one(patch: Patch) -> None:
 
 
 def counts_every_colder_token_to_the_host(patch: Patch) -> None:
-    note = Track.note_sources
+    note = Life.note_sources
 
-    def faulty(self: Track) -> None:
-        note(self)
-        self.found = tuple((tier if tier == "device" else "host", num) for tier, num in self.found)
+    def faulty(self: Life, runs: Runs, num_tokens: int) -> None:
+        note(self, tuple((tier if tier == "device" else "host", num) for tier, num in runs), num_tokens)
 
-    patch.setattr(Track, "note_sources", faulty)
+    patch.setattr(Life, "note_sources", faulty)
 
 
 def counts_tokens_that_did_not_come_to_their_tier(patch: Patch) -> None:
-    compute = Track.compute_rest
+    compute = RunningRequest.compute_rest
 
-    def faulty(self: Track, num_landed: int, block_tokens: int) -> None:
-        found = self.found
+    def faulty(self: RunningRequest, num_landed: int, block_tokens: int) -> None:
+        found = self.life.sources.found
         compute(self, num_landed, block_tokens)
-        self.found = found
+        self.life.sources.found = found
 
-    patch.setattr(Track, "compute_rest", faulty)
+    patch.setattr(RunningRequest, "compute_rest", faulty)
 
 
 def counts_from_the_wrong_end(patch: Patch) -> None:
     """Of a load that ended short the first blocks came, and the last are counted."""
-    note = Track.note_sources
+    note = Life.note_sources
 
-    def faulty(self: Track) -> None:
-        sources = self.sources
-        device = [run for run in sources if run[0] == "device"]
-        self.sources = *device, *(run for run in sources[::-1] if run[0] != "device")
-        note(self)
-        self.sources = sources
+    def faulty(self: Life, runs: Runs, num_tokens: int) -> None:
+        device = tuple(run for run in runs if run[0] == "device")
+        note(self, (*device, *(run for run in runs[::-1] if run[0] != "device")), num_tokens)
 
-    patch.setattr(Track, "note_sources", faulty)
+    patch.setattr(Life, "note_sources", faulty)
 
 
 def begins_before_all_of_it_is_sent(patch: Patch) -> None:

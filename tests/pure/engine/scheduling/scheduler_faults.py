@@ -9,34 +9,36 @@ from penstock.contract import (
     Fence,
     FinishReason,
     KvLedger,
+    Lease,
     Match,
     Sampled,
-    StepPlan,
     StepResult,
     TokenEvent,
     TokenScores,
 )
+from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.budget import Budget, Room
 from penstock.engine.scheduling.running import Running
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Outcome, Planned, Scheduler
+from penstock.engine.scheduling.stages import RunningRequest, State, WaitingRequest
 from penstock.engine.scheduling.steps import Share
-from penstock.engine.scheduling.track import State, Track
 
 Scores = TokenScores | None
 
 
 class ForgetsThatPromisesAreDrawn(Scheduler):
-    def _draw(self, track: Track, num_tokens: int) -> bool:
-        promised, retractions = self._running._num_promised, self.counts.retractions
-        drawn = super()._draw(track, num_tokens)
+    def _draw(self, running: RunningRequest, num_tokens: int) -> bool:
+        promises, retractions = self.running._promises, self.counts.retractions
+        promised = promises.num
+        drawn = super()._draw(running, num_tokens)
         if self.counts.retractions == retractions:
-            self._running._num_promised = promised
+            promises.num = promised
         return drawn
 
 
 class _CountsIdleBlocks(Running):
-    def fits(self, track: Track, match: Match) -> bool:
-        return super().fits(track, match._replace(num_idle=0))
+    def fits(self, waiting: WaitingRequest, match: Match) -> bool:
+        return super().fits(waiting, match._replace(num_idle=0))
 
 
 class CountsIdleBlocksTwice(Scheduler):
@@ -44,61 +46,66 @@ class CountsIdleBlocksTwice(Scheduler):
 
     def __init__(self, ledger: KvLedger, budget: Budget, *args: Any) -> None:
         super().__init__(ledger, budget, *args)
-        self._running = _CountsIdleBlocks(ledger, budget, self.lengths)
+        self.running.__class__ = _CountsIdleBlocks
 
 
 class WritesOnAFullMatch(Scheduler):
-    def plan(self) -> StepPlan | None:
-        plan = super().plan()
-        return plan and replace(plan, chunks=tuple(chunk._replace(writes=True) for chunk in plan.chunks))
+    def plan(self, *args: bool) -> Planned:
+        planned = super().plan(*args)
+        plan = planned.plan
+        if plan is None:
+            return planned
+        chunks = tuple(chunk._replace(writes=True) for chunk in plan.chunks)
+        return planned._replace(plan=replace(plan, chunks=chunks))
 
 
 class LeavesNothingToCompute(Scheduler):
     """A full match has no token left, so the step goes on with the one that nobody has sampled."""
 
-    def _start(self, track: Track, match: Match) -> None:
-        super()._start(track, match)
-        if track.num_cached == len(track.tokens):
-            track.num_planned = track.num_cached
-            track.num_in_flight += 1
+    def _set_off(self, running: RunningRequest) -> None:
+        super()._set_off(running)
+        if running.num_cached == len(running.life.tokens):
+            running.num_planned = running.num_cached
+            running.life.num_in_flight += 1
 
 
 class SealsWhatIsOnlyPlanned(Scheduler):
-    def plan(self) -> StepPlan | None:
-        plan = super().plan()
-        for chunk in plan.chunks if plan is not None else ():
-            track = self._running.tracks[chunk.request_id]
-            track.held_table().seal(
-                track.tokens, min(chunk.kv_len, len(track.tokens)), self._steps.last_fence
-            )
-        return plan
+    def plan(self, *args: bool) -> Planned:
+        planned = super().plan(*args)
+        for chunk in planned.plan.chunks if planned.plan is not None else ():
+            running = self.running.requests[chunk.request_id]
+            tokens = running.life.tokens
+            running.table.seal(tokens, min(chunk.kv_len, len(tokens)), self._steps.last_fence)
+        return planned
 
 
 class ResumesWithATokenInFlight(Scheduler):
-    def _admit(self, room: int) -> None:
-        in_flight = {track: track.num_in_flight for track in self._line}
-        for track in in_flight:
-            track.num_in_flight = 0
-        super()._admit(room)
-        for track, num in in_flight.items():
-            track.num_in_flight += num
+    def plan(self, *args: bool) -> Planned:
+        in_flight = {one.life: one.life.num_in_flight for one in self.admission.line}
+        for life in in_flight:
+            life.num_in_flight = 0
+        planned = super().plan(*args)
+        for life, num in in_flight.items():
+            life.num_in_flight += num
+        return planned
 
 
 class KeepsTheBlocksOfTheCancelled(Scheduler):
     def cancel(self, request_id: str) -> TokenEvent | None:
-        track = self._tracks.get(request_id)
-        if track is None or track.state is not State.RUNNING:
+        life = self.lives.get(request_id)
+        if life is None or life.state is not State.RUNNING:
             return super().cancel(request_id)
-        del self._running.tracks[request_id], self._tracks[request_id]
-        track.move(State.ENDED)
+        del self.running.requests[request_id], self.lives[request_id]
+        life.move(State.ENDED)
         return TokenEvent(request_id, finish=FinishReason.CANCELLED)
 
 
 class GivesSlotsBackWithoutAFence(Scheduler):
-    def _leave(self, track: Track, saves: bool, num_tokens: int = 0, is_answered: bool = False) -> None:
+    def _leave(self, *args: Any, **named: Any) -> Lease | None:
         fence, self._steps.last_fence = self._steps.last_fence, None
-        super()._leave(track, saves, num_tokens, is_answered)
+        lease = super()._leave(*args, **named)
         self._steps.last_fence = fence
+        return lease
 
 
 class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
@@ -107,7 +114,7 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
     def launched(self, fence: object, is_whole: bool = True) -> None:
         self._newest = fence
 
-    def commit(self, result: StepResult) -> list[TokenEvent]:
+    def commit(self, result: StepResult) -> Outcome:
         self._steps.last_fence = getattr(self, "_newest", None)
         return super().commit(result)
 
@@ -115,32 +122,35 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
 class SealsForAnEarlierLife(Scheduler):
     """A step of before the retraction seals blocks of the table after it, which it never wrote."""
 
-    def _commit_share(
-        self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores
-    ) -> TokenEvent | None:
-        if share.track.table is not None:
-            num_tokens = min(share.end, share.track.num_planned)
-            share.track.table.seal(share.track.tokens, num_tokens, fence)
-        return super()._commit_share(share, fence, sampled, scores)
+    def _commit_share(self, share: Share, *args: Any) -> TokenEvent | None:
+        if (running := share.running.life.running) is not None:
+            running.table.seal(running.life.tokens, min(share.end, running.num_planned), args[0])
+        return super()._commit_share(share, *args)
+
+
+class _Echoes(Admission):
+    def _try_match(self, waiting: WaitingRequest) -> Match | None:
+        match, prefix = super()._try_match(waiting), waiting.life.prefix
+        return match if match is None or prefix is None else self._ledger.match(prefix.keys)
 
 
 class LetsEchoUseTheCache(Scheduler):
-    def _try_match(self, track: Track) -> Match | None:
-        match = super()._try_match(track)
-        return match if match is None or track.prefix is None else self._ledger.match(track.prefix.keys)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.admission.__class__ = _Echoes
 
 
 class RetractsTheOldest(Scheduler):
     """The one that nobody waits for never gets through: two push each other out."""
 
-    def _draw(self, track: Track, num_tokens: int) -> bool:
-        others = {t: t.order for t in self._running.tracks.values()}
-        for other in others:
-            other.order = -other.order
-        drawn = super()._draw(track, num_tokens)
-        for other, order in others.items():
-            other.order = order
-        self._line._ranked.sort(key=lambda t: t.order)
+    def _draw(self, running: RunningRequest, num_tokens: int) -> bool:
+        others = {one.life: one.life.order for one in self.running.requests.values()}
+        for life in others:
+            life.order = -life.order
+        drawn = super()._draw(running, num_tokens)
+        for life, order in others.items():
+            life.order = order
+        self.admission.line._ranked.sort(key=lambda one: one.life.order)
         return drawn
 
 
@@ -148,25 +158,25 @@ class ForgetsARetractedPlan(Scheduler):
     """Tokens planned in the very plan that retracts stay counted as in flight, so it waits for them for
     ever."""
 
-    def _retract(self, track: Track, saves: bool = True) -> None:
-        in_flight = track.num_in_flight
-        super()._retract(track, saves)
-        track.num_in_flight = in_flight
+    def retract(self, running: RunningRequest, saves: bool = True) -> None:
+        in_flight = running.life.num_in_flight
+        super().retract(running, saves)
+        running.life.num_in_flight = in_flight
 
 
 class IgnoresTheBudget(Scheduler):
-    def _admit(self, room: Room) -> None:
+    def _start(self, waiting: WaitingRequest, match: Match, room: Room) -> bool:
         room.tokens = max(room.tokens, 2)
-        super()._admit(room)
+        return super()._start(waiting, match, room)
 
 
 class DoublesPromptLogprobs(Scheduler):
     def _commit_share(
         self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores
     ) -> TokenEvent | None:
-        known = share.track.prompt_logprobs
-        if known is not None and scores is not None and share.epoch:
-            share.track.prompt_logprobs = known.followed_by(scores)
+        life = share.running.life
+        if life.prompt_logprobs is not None and scores is not None and life.num_retractions:
+            life.prompt_logprobs = life.prompt_logprobs.followed_by(scores)
         return super()._commit_share(share, fence, sampled, scores)
 
 
@@ -174,16 +184,14 @@ class LosesPromptLogprobsOfAnEarlierLife(Scheduler):
     def _commit_share(
         self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores
     ) -> TokenEvent | None:
-        return super()._commit_share(
-            share, fence, sampled, scores if share.epoch == share.track.epoch else None
-        )
+        return super()._commit_share(share, fence, sampled, scores if share.running.is_current else None)
 
 
 class LosesTheRowOfTheRetracted(Scheduler):
-    def _retract(self, track: Track, saves: bool = True) -> None:
-        rows = list(self._running.free_rows)
-        super()._retract(track, saves)
-        self._running.free_rows = rows
+    def retract(self, running: RunningRequest, saves: bool = True) -> None:
+        rows = list(self.running.free_rows)
+        super().retract(running, saves)
+        self.running.free_rows = rows
 
 
 # Those that any few events bring to light; the others need a story of their own.

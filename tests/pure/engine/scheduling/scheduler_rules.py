@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.budget import blocks_for
-from penstock.engine.scheduling.line import is_pending, is_ready
-from penstock.engine.scheduling.track import State, Track
+from penstock.engine.scheduling.stages import State, WaitingRequest
 from penstock.kv.tiers.loads import BlockLoad
 from tests.pure.engine.scheduling.scheduler_device import BLOCK, prompt_logprobs
 
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
 def check_turn(world: World, request_id: str) -> None:
     """A request is admitted now. None in line could have been, that is of a higher priority, or of the same
     and arrived so much earlier."""
-    scheduler, admitted = world.scheduler, world.scheduler._tracks[request_id]
+    admitted = world.scheduler.lives[request_id]
+    is_ranked = admitted.waiting is None or admitted.waiting.is_ranked
     bound_s, mine = world.budget.max_overtaken_s, (admitted.request.arrival_s, admitted.order)
-    for other in tuple(scheduler._line):
-        theirs = (other.request.arrival_s, other.order)
+    for other in tuple(world.scheduler.admission.line):
+        theirs = (other.request.arrival_s, other.life.order)
         overtakes = (admitted.request.priority, mine) > (other.request.priority, theirs)
-        if other is admitted or not overtakes:
+        if other.life is admitted or not overtakes:
             continue
         if not _may_start(world, other):
             world.seen["overtakes one that waits for others' blocks"] += 1
@@ -41,9 +41,9 @@ def check_turn(world: World, request_id: str) -> None:
         )
         short, long = (
             len(admitted.tokens) < conversations.LONG_TOKENS,
-            len(other.tokens) >= conversations.LONG_TOKENS,
+            other.num_tokens >= conversations.LONG_TOKENS,
         )
-        assert admitted.is_ranked or other.is_ranked or (short and long), (
+        assert is_ranked or other.is_ranked or (short and long), (
             f"neither {request_id} nor {other.request.id} finds anything: the later one goes first"
         )
         world.seen["overtakes"] += 1
@@ -57,7 +57,7 @@ def check_ahead(world: World, request_id: str) -> None:
         "nobody waits for it"
     )
     assert asked.ahead is None or asked.ahead.settled, f"{request_id} has blocks copied ahead twice at once"
-    for other in tuple(world.scheduler._line):
+    for other in tuple(world.scheduler.admission.line):
         if other.request.id == request_id:
             return
         assert not _may_start(world, other), (
@@ -65,24 +65,23 @@ def check_ahead(world: World, request_id: str) -> None:
         )
 
 
-def _may_start(world: World, track: Track) -> bool:
+def _may_start(world: World, waiting: WaitingRequest) -> bool:
     """It need not wait for a step, a save, a store, or for what somebody else computes or loads. Nor is it
     overtaken while what it lacks is copied to the device for it, unless that is late."""
-    ahead = world.asked[track.request.id].ahead
+    ahead = world.asked[waiting.request.id].ahead
     if ahead is not None and not ahead.settled and not ahead.overdue:
         return True
-    others = len(world.scheduler._running) or world.cache.num_settling
-    return is_ready(track) and not (others and is_pending(track, world.cache))
+    others = len(world.scheduler.running) or world.cache.num_settling
+    is_ready = waiting.life.placement.is_ready(waiting)
+    return is_ready and not (others and world.scheduler.admission.is_pending(waiting))
 
 
 def check_wants(world: World) -> None:
     """Whatever blocks are wanted, somebody in line wants them, or somebody who was answered a moment ago."""
-    waiting = [
-        track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)
-    ]
-    kept = world.scheduler._conversations
+    waiting = [life.waiting for life in world.scheduler.lives.values() if life.waiting is not None]
+    kept = world.scheduler.admission.conversations
     answered = {one.want for one in kept._kept if one.until <= kept._num_plans + conversations.KEPT_PLANS}
-    assert set(world.cache.pool._idle.wants) <= {track.want for track in waiting} | answered, (
+    assert set(world.cache.pool._idle.wants) <= {one.want for one in waiting} | answered, (
         "blocks are wanted by nobody in line"
     )
     if world.tiers is not None:
@@ -90,7 +89,7 @@ def check_wants(world: World) -> None:
         assert set(host._pool._idle.wants) <= {lease.want for lease in host._leases}, (
             "host blocks are wanted without a lease"
         )
-        leases = {track.lease for track in waiting}
+        leases = {one.lease for one in waiting}
         assert all(lease in leases or getattr(lease, "saving", False) for lease in host._leases), (
             "a lease is nobody's in line"
         )
@@ -112,13 +111,13 @@ def check_plan(world: World, plan: StepPlan) -> None:
         and plan.is_decode == (num_ones == len(sizes))
         and plan.num_tokens == sum(sizes)
     )
-    rows = [track.row for track in world.scheduler._running.tracks.values()]
+    rows = [one.row for one in world.scheduler.running.requests.values()]
     assert len(set(rows)) == len(rows), "two requests run on one row"
     # A request may set off, and be gone again before a step has room for it: the last start of a row is whose
     # row it is.
     for start in {start.request_id: start for start in plan.starts}.values():
-        track = world.scheduler._running.tracks.get(start.request_id)
-        if track is not None and track.state is State.RUNNING:
+        running = world.scheduler.running.requests.get(start.request_id)
+        if running is not None and running.life.state is State.RUNNING:
             _check_start(world, start)
     for chunk in plan.chunks:
         _check_chunk(world, chunk)

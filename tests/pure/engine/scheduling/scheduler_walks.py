@@ -99,7 +99,7 @@ class Walker:
     # ----------------------------------------------------------------------------------------------- requests
 
     def _submit(self, prompt: Sequence[int], max_tokens: int, kind: dict[str, object]) -> None:
-        if len(self.world.scheduler._tracks) < MAX_OPEN:
+        if len(self.world.scheduler.lives) < MAX_OPEN:
             priority = self._num_submitted * 7 % 11 % 3 - 1 if self._prioritizes else 0
             self._num_submitted += 1
             self.world.submit(

@@ -29,6 +29,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import Lengths
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.stages import State
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
@@ -232,8 +233,9 @@ class WatchedCache(KvCache):
     def _note_fetch(self, fetch: Fetch | None, asked: Asked) -> Fetch | None:
         owner = asked.request.id
         is_deep = 0 < self.world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
-        assert fetch is None or not asked.was_fetched or is_deep, f"{owner} has its blocks read ahead twice"
+        assert fetch is None or asked.may_fetch or is_deep, f"{owner} has its blocks read ahead twice"
         asked.was_fetched |= fetch is not None
+        asked.may_fetch = asked.may_fetch and fetch is None
         asked.fetches += [] if fetch is None else [fetch]
         self.world.seen["prefetch"] += fetch is not None
         return fetch
@@ -289,6 +291,7 @@ class Asked:
     brought: set[int] = field(default_factory=set)  # blocks that have come that way
     load: BlockLoad | None = None  # the newest for it
     was_fetched: bool = False  # something was read into host memory for it while it waited
+    may_fetch: bool = True  # nothing was, since it last had a table
     fetches: list[Fetch] = field(default_factory=list)
     load_waited: bool = False  # a step has waited for it
 
@@ -371,6 +374,7 @@ class World:
         self.waits: dict[int, Waits] = {}  # by step: what the ids of its plan stand for
         self.plans: list[StepPlan] = []  # all that were made,
         self.results: list[StepResult] = []  # and all that came of them
+        self.moves: list[tuple[str, State]] = []  # of requests between states
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
         self.device = Device(
@@ -425,11 +429,11 @@ class World:
 
     def in_line(self) -> list[str]:
         """Whoever is next first."""
-        return [track.request.id for track in self.scheduler._line]
+        return [one.request.id for one in self.scheduler.admission.line]
 
     def state_of(self, request_id: str) -> str:
-        track = self.scheduler._tracks.get(request_id)
-        return "ended" if track is None else track.state.value
+        life = self.scheduler.lives.get(request_id)
+        return "ended" if life is None else life.state.value
 
     def samples_in_flight(self, request_id: str) -> int:
         steps = [plan for plan in self.in_flight if (plan.number, request_id) not in self.void]
@@ -451,13 +455,18 @@ class World:
         most = {owner: self.asked[owner].lifetime_blocks for owner in self.cache.tables}
         deep = {owner for owner, num in most.items() if 0 < budget.deep_blocks < num}
         if self.lengths is not None:
-            most |= {owner: self.scheduler._tracks[owner].promised for owner in most if owner not in deep}
+            running = self.scheduler.running.requests
+            most |= {owner: running[owner].promised for owner in most if owner not in deep}
         tables = self.cache.tables.items()
-        lent = {owner: self.scheduler._tracks[owner].num_lent for owner in deep}
+        lent = {owner: self.num_lent(owner) for owner in deep}
         return sum(
             (budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o]) - table.num_slots
             for o, table in tables
         )
+
+    def num_lent(self, owner: str) -> int:
+        """Blocks that a running deep request has paged out while others hold them."""
+        return getattr(self.scheduler.lives[owner].placement, "num_lent", 0)
 
     # -------------------------------------------------------------------------------------------------- steps
 
@@ -466,11 +475,13 @@ class World:
         self.sound = False
         retractions = self.scheduler.counts.retractions
         loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
-        plan = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
+        planned = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
+        plan = planned.plan
+        self.moves += planned.news.moves
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
-            self.waits[plan.number] = self.scheduler.waits
+            self.waits[plan.number] = planned.waits
             self.plans.append(plan)
             assert reads_host or not any(chunk.num_paged for chunk in plan.chunks), (
                 "it reads host memory, and may not"
@@ -481,7 +492,7 @@ class World:
             self.newest_fence = StepFence(self, plan.number)
             self.scheduler.launched(self.newest_fence)
         for owner, table in self.cache.tables.items():
-            lent = self.scheduler._tracks[owner].num_lent
+            lent = self.num_lent(owner)
             assert 0 <= lent <= self.cache.lent.get(table, 0), (
                 f"{owner} is said to have lent {lent} blocks, and has paged out fewer"
             )
@@ -506,7 +517,9 @@ class World:
         }
         self.num_run = plan.number
         self.cache.settle()  # the engine does, too: what the step has waited for has come
-        events = self.scheduler.commit(result)
+        outcome = self.scheduler.commit(result)
+        events = list(outcome.events)
+        self.moves += outcome.news.moves
         told = [event.request_id for event in events]
         assert len(set(told)) == len(told) and set(told) <= still_open, (
             "one event per step, and none after the last"
@@ -576,8 +589,8 @@ class World:
                 break
             self.check()
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
-        assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
-        assert sorted(self.scheduler._running.free_rows) == list(range(self.budget.max_batch))
+        assert not self.scheduler.has_work() and not self.scheduler.lives and not self.cache.tables
+        assert sorted(self.scheduler.running.free_rows) == list(range(self.budget.max_batch))
         assert self.cache.num_in_flight == 0
         assert not self.cache.loads.reads
         for counts in self.cache.stats().slots.values():

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from penstock.contract import Request, StepResult
+from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.steps import Draft
-from penstock.engine.scheduling.track import State, Track
+from penstock.engine.scheduling.stages import Life, RunningRequest, Sources, State
+from penstock.engine.scheduling.steps import NextStep
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.handles import Hold, Reservation
 from penstock.kv.blocks.pool import BlockPool
@@ -41,13 +42,13 @@ def _around(
 
 def computes_over_what_has_not_come(patch: Patch) -> None:
     def make(add: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Draft, track: Track, *others: Any) -> None:
-            track.load = None
-            add(self, track, *others)
+        def faulty(self: NextStep, running: RunningRequest, *others: Any) -> None:
+            running.load = None
+            add(self, running, *others)
 
         return faulty
 
-    _around(patch, Draft, "add", make)
+    _around(patch, NextStep, "add", make)
 
 
 def begins_before_the_copies_are_launched(patch: Patch) -> None:
@@ -55,20 +56,19 @@ def begins_before_the_copies_are_launched(patch: Patch) -> None:
 
 
 def believes_a_load_that_failed(patch: Patch) -> None:
-    patch.setattr(Track, "compute_rest", lambda self, num_landed, block_tokens: None)
+    patch.setattr(RunningRequest, "compute_rest", lambda self, num_landed, block_tokens: None)
 
 
 def forgets_a_load_that_fails_when_it_has_set_off(patch: Patch) -> None:
     def make(take_in: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Scheduler) -> None:
-            hidden = {
-                track: track.load for track in self._running.tracks.values() if track.state is State.RUNNING
-            }
-            for track in hidden:
-                track.load = None
+            requests = self.running.requests.values()
+            hidden = {one: one.load for one in requests if one.life.state is State.RUNNING}
+            for one in hidden:
+                one.load = None
             take_in(self)
-            for track, load in hidden.items():
-                track.load = load
+            for one, load in hidden.items():
+                one.load = load
 
         return faulty
 
@@ -76,7 +76,8 @@ def forgets_a_load_that_fails_when_it_has_set_off(patch: Patch) -> None:
 
 
 def waits_for_ever_for_a_late_load(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_stop_waiting", lambda self, track: None)
+    patch.setattr(Reads, "overdue", False)
+    patch.setattr(BlockLoad, "overdue", False)
 
 
 def keeps_others_waiting_for_a_late_load(patch: Patch) -> None:
@@ -85,24 +86,25 @@ def keeps_others_waiting_for_a_late_load(patch: Patch) -> None:
 
 
 def takes_back_the_slots_of_a_late_load(patch: Patch) -> None:
-    def make(stop_waiting: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track) -> None:
-            load = track.load
-            stop_waiting(self, track)
-            assert isinstance(load, BlockLoad)
-            load.copies[0].pins[0].end()
+    def make(leave: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Scheduler, running: RunningRequest, *args: Any, **named: Any) -> Any:
+            load = running.load
+            lease = leave(self, running, *args, **named)
+            if isinstance(load, BlockLoad) and not load.settled and load.overdue:
+                load.copies[0].pins[0].end()
+            return lease
 
         return faulty
 
-    _around(patch, Scheduler, "_stop_waiting", make)
+    _around(patch, Scheduler, "_leave", make)
 
 
 def counts_restored_blocks_twice(patch: Patch) -> None:
     """What will be promoted is credited as if it were there, and drawn all the same."""
 
     def make(fits: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, track, match: fits(
-            self, track, match._replace(num_blocks=match.num_blocks + match.num_colder)
+        return lambda self, waiting, match: fits(
+            self, waiting, match._replace(num_blocks=match.num_blocks + match.num_colder)
         )
 
     _around(patch, Running, "fits", make)
@@ -110,10 +112,10 @@ def counts_restored_blocks_twice(patch: Patch) -> None:
 
 def forgets_what_is_promised(patch: Patch) -> None:
     def make(fits: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Running, track: Track, match: Any) -> bool:
-            promised, self._num_promised = self._num_promised, 0
-            fitting: bool = fits(self, track, match)
-            self._num_promised = promised
+        def faulty(self: Running, waiting: Any, match: Any) -> bool:
+            promised, self._promises.num = self._promises.num, 0
+            fitting: bool = fits(self, waiting, match)
+            self._promises.num = promised
             return fitting
 
         return faulty
@@ -124,23 +126,25 @@ def forgets_what_is_promised(patch: Patch) -> None:
 def leaves_nothing_to_compute(patch: Patch) -> None:
     """A full match has no token left, so the step goes on with the one that nobody has sampled."""
 
-    def make(start: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track, match: Any) -> None:
-            start(self, track, match)
-            if track.num_cached == len(track.tokens):
-                track.num_planned = track.num_cached
-                track.num_in_flight += 1
+    def make(enter: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: Running, waiting: Any, match: Any) -> RunningRequest | None:
+            running: RunningRequest | None = enter(self, waiting, match)
+            if running is not None and running.num_cached == len(running.life.tokens):
+                running.num_planned = running.num_cached
+                running.life.num_in_flight += 1
+            return running
 
         return faulty
 
-    _around(patch, Scheduler, "_start", make)
+    _around(patch, Running, "enter", make)
 
 
 def forgets_the_lease_of_whoever_ends(patch: Patch) -> None:
     def make(end: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Scheduler, track: Track, event: Any) -> Any:
-            track.lease = None
-            return end(self, track, event)
+        def faulty(self: Scheduler, life: Life, event: Any) -> Any:
+            if life.waiting is not None:
+                life.waiting.lease = None
+            return end(self, life, event)
 
         return faulty
 
@@ -164,14 +168,14 @@ def goes_on_without_the_step_that_failed(patch: Patch) -> None:
 
 def reports_what_never_came(patch: Patch) -> None:
     def make(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: Track, num_landed: int, block_tokens: int) -> None:
-            found = self.found
+        def faulty(self: RunningRequest, num_landed: int, block_tokens: int) -> None:
+            found = self.life.sources.found
             compute(self, num_landed, block_tokens)
-            self.found = found
+            self.life.sources.found = found
 
         return faulty
 
-    _around(patch, Track, "compute_rest", make)
+    _around(patch, RunningRequest, "compute_rest", make)
 
 
 def lets_echo_use_a_prefix(patch: Patch) -> None:
@@ -180,7 +184,7 @@ def lets_echo_use_a_prefix(patch: Patch) -> None:
 
 def never_saves(patch: Patch) -> None:
     def make(leave: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, track, saves, *more, **named: leave(self, track, False, *more, **named)
+        return lambda self, running, saves=False, *more, **named: leave(self, running, False, *more, **named)
 
     _around(patch, Scheduler, "_leave", make)
 
@@ -194,11 +198,11 @@ def fills_slots_ahead_that_others_were_promised(patch: Patch) -> None:
 
 
 def lets_others_overtake_while_blocks_are_copied_ahead(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "is_arriving", lambda track: False)
+    patch.setattr(admission_module, "is_arriving", lambda waiting: False)
 
 
 def counts_what_was_copied_ahead_to_the_device(patch: Patch) -> None:
-    patch.setattr(Track, "_resident_runs", lambda self, num_blocks: [("device", num_blocks)])
+    patch.setattr(Sources, "_resident_runs", lambda self, num_blocks: [("device", num_blocks)])
 
 
 # -------------------------------------------------------------------------------------------- cache and pools
