@@ -41,11 +41,6 @@ _MOST_PRIORITY = 1000  # larger values are clamped
 _NEW_TOKENS = 65_536
 _NO_MATCH = Match(0, 0, False)
 _PREFETCHED = 4  # requests at the head of the line whose cold blocks are prefetched
-# Blocks that are copied to the device in one transfer before their request is admitted. Fewer waste the
-# link's bandwidth and save less time than a plan takes. With more, a request that fits meanwhile would wait
-# long for the end of its copy, and so would the loads queued after it.
-_LEAST_AHEAD = 16
-_MOST_AHEAD = 512
 
 
 class Line:
@@ -253,20 +248,12 @@ def _find_deep(
         and not track.computes
         and (context := kept.find(keys)) is not None
     ):
-        num = kept.num_usable(ledger.match_deep(context.keys, 0).num_paged, len(track.tokens))
+        num = kept.num_usable(ledger.match(context.keys, most_resident=0).num_paged, len(track.tokens))
         if num:
             track.continues = context, num
             return Match(0, 0, False, num_paged=num)
-    match = ledger.match_deep(keys, most_resident)
+    match = ledger.match(keys, most_resident=most_resident)
     return match._replace(num_paged=_whole(track, match.num_paged))
-
-
-def is_arriving(track: Track) -> bool:
-    """True while blocks are copied to the device for a waiting request. It is matched when the copy ends, and
-    no request overtakes it until then. False if the copy is late: the request continues without it."""
-    if track.ahead is not None and track.ahead.settled:
-        track.end_ahead()
-    return track.ahead is not None and not track.ahead.overdue
 
 
 def _may_lease(track: Track, match: Match) -> bool:
@@ -319,11 +306,9 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger, fits_host: Calla
             and track.lease.ready
         ):
             track.may_prefetch = False
-            request_id, lease = track.request.id, track.lease
-            if track.is_deep:
-                track.prefetch = ledger.prefetch_deep(track.prefix, request_id, lease, is_next)
-            else:
-                track.prefetch = ledger.prefetch(track.prefix, request_id, lease)
+            track.prefetch = ledger.prefetch(
+                track.prefix, track.request.id, track.lease, whole=track.is_deep, is_next=is_next
+            )
             if track.prefetch is not None:
                 return
         is_next = False
@@ -341,23 +326,3 @@ def _read_on(track: Track, prefix: Prefix, ledger: KvLedger, fits_host: bool) ->
     track.may_prefetch, track.num_read = num_read > track.num_read, num_read
     if not track.may_prefetch and fits_host and not was_ended:
         track.leased_at = num_read
-
-
-def promote_ahead(track: Track, match: Match, num_spare: int, ledger: KvLedger) -> None:
-    """It is next but does not fit yet. Copies its blocks in host memory to free device slots, at most
-    `num_spare`, right after the blocks that the device has. A later match finds them. Its lease does not
-    change."""
-    if (
-        not match.num_colder
-        or not track.may_promote_ahead
-        or track.ahead is not None
-        or track.prefix is None
-        or track.lease is None
-    ):
-        return
-    num_host = sum(num for tier, num in track.lease.runs_from(match.num_blocks)[:1] if tier == "host")
-    num_blocks = min(match.num_colder, num_host, num_spare, ledger.num_free, _MOST_AHEAD)
-    if num_blocks >= _LEAST_AHEAD:
-        track.ahead = ledger.promote_ahead(track.request.id, track.prefix, match.num_blocks, num_blocks)
-        track.ahead_first = match.num_blocks
-        track.may_promote_ahead = track.ahead is not None

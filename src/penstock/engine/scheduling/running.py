@@ -75,11 +75,9 @@ class Running:
                 return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
-        # copied to the device for it: they count as not drawn yet
-        num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))
         num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
-        promised = self._num_promised + needed + num_ahead + num_spare
-        return promised <= (available + num_ahead) * overcommit and first_step <= available
+        promised = self._num_promised + needed + num_spare
+        return promised <= available * overcommit and first_step <= available
 
     def fits_host(self, track: Track) -> bool:
         """True if host memory has room for all blocks of a deep request beside the running ones."""
@@ -100,12 +98,6 @@ class Running:
             track.want = self._ledger.want(track.prefix.keys, self._next_rank, track.want)
         floor = self._num_promised + match.num_idle
         return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
-
-    def num_spare(self, match: Match) -> int:
-        """Free slots that may be filled early for a request that does not fit yet. Excludes promised slots,
-        its own matched idle blocks, and the slots kept for answers."""
-        num_unpromised = self._ledger.num_available - match.num_idle - self._num_promised
-        return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
     def _needs(self, track: Track, match: Match) -> int:
         """Blocks to promise to it: its likely need on the device at one time, less the blocks already
@@ -134,17 +126,18 @@ class Running:
         """Give it a row, a table that begins with the match, and the promise of the rest. Its state is
         LOADING if blocks have to be loaded; otherwise the caller sets it off. False: the match of a deep
         request was evicted meanwhile."""
-        if track.is_deep and track.prefix is not None:
-            prefix = track.prefix
-            if track.continues is not None:
-                context, num_blocks = track.continues
-                prefix = prefix._replace(keys=context.keys[:num_blocks])
-            track.table = self._ledger.open_deep(track.request.id, prefix, match)
-            if track.table is None:
-                return False
+        prefix = track.prefix
+        is_deep = track.is_deep and prefix is not None
+        if prefix is not None and track.is_deep and track.continues is not None:
+            context, num_blocks = track.continues
+            prefix = prefix._replace(keys=context.keys[:num_blocks])
+        num_paged = match.num_paged if is_deep else None
+        table = track.table = self._ledger.open(track.request.id, prefix, match.num_blocks, num_paged)
+        if table is None:
+            return False
+        if is_deep:
             self.num_deep += self._lifetime(track)
         else:
-            track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
             track.promised = track.assured = self._likely(track)
         num_now = min(
             self._needs(track, match),
@@ -161,7 +154,7 @@ class Running:
         if match.num_colder and track.lease is not None:
             num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)
             lease, track.lease = track.lease, None
-            track.load = track.table.promote(lease, match.num_colder, num_next)
+            track.load = table.promote(lease, match.num_colder, num_next)
             track.move(State.LOADING)
             self.num_loading += 1
         else:

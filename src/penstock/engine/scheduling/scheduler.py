@@ -33,11 +33,9 @@ from penstock.engine.scheduling.line import (
     Line,
     find_match,
     found_share,
-    is_arriving,
     is_pending,
     is_ready,
     prefetch_waiting,
-    promote_ahead,
     reads_first,
     want_rank,
 )
@@ -99,7 +97,6 @@ class Scheduler:
         self._num_looks = 0
         self._reads_host = True  # in the plan being made
         # the last plan admitted no request because blocks of the next one are still being copied
-        self._is_held = False
         self._num_unfollowed = 0  # steps until a request can lack a whole block of draft KV
         self._conversations = Conversations(ledger, budget.max_overtaken_s)
         self.counts = SchedulerCounts()
@@ -165,7 +162,7 @@ class Scheduler:
     @property
     def awaits_load(self) -> bool:
         """True if the last plan left requests out because their KV is still being loaded."""
-        return self._is_held or self._running.num_loading > 0
+        return self._running.num_loading > 0
 
     @property
     def needs_result(self) -> bool:
@@ -374,12 +371,10 @@ class Scheduler:
         self._line.add(track)
 
     def _admit(self, room: Room) -> None:
-        self._is_held = False
         if len(self._line) == 1 and self._start_alone(next(iter(self._line)), room):
             return
         for known in self._line.look_again(_LOOK_AGAIN):
-            # until its copy has landed, a match would miss those blocks
-            if is_ready(known) and not is_arriving(known):
+            if is_ready(known):
                 self._rank(known, self._find_match(known))
         passed: set[Track] = set()  # waiting requests that others may overtake
         # the first deferred long conversation; all further new long ones are deferred too
@@ -393,9 +388,6 @@ class Scheduler:
                 return  # a deferred request may be overtaken by rank, not by priority
             match = self._try_match(track)
             if match is None:
-                if is_arriving(track):
-                    self._is_held = True
-                    return  # its blocks are copied for it alone: no request overtakes it
                 passed.add(track)
                 continue
             if not self._rank(track, match):  # it is still next
@@ -408,7 +400,6 @@ class Scheduler:
                     return
                 if not self._running.fits(track, match):
                     self._make_room_ahead(track, match)
-                    promote_ahead(track, match, self._running.num_spare(match), self._ledger)
                     return  # no request overtakes it: freed blocks go to the first in line
                 if reads_first(track, match, self._ledger):
                     passed.add(track)
@@ -491,7 +482,7 @@ class Scheduler:
 
     def _try_match(self, track: Track) -> Match | None:
         """None: it waits, and other requests may overtake it."""
-        if not is_ready(track) or is_arriving(track):
+        if not is_ready(track):
             return None
         if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # another request or transfer produces what it lacks: share it

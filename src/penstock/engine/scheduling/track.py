@@ -89,10 +89,6 @@ class Track:
     origins: dict[int, str] = field(default_factory=dict)
     may_prefetch: bool = True  # no prefetch was tried yet, or more may come
     num_read: int = 0  # blocks of a deep request found in host memory at the last lookup
-    ahead: Load | None = None  # its copy from host memory to the device while it waits
-    ahead_first: int = 0  # first block of that copy
-    may_promote_ahead: bool = True  # no such copy has failed
-    brought: tuple[range, ...] = ()  # blocks that arrived that way, in order
     computes: bool = False  # a load from colder tiers failed: it computes its KV instead
     ran: bool = False  # a step computed some of it: what it matches from now on may be its own KV
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
@@ -164,7 +160,6 @@ class Track:
         """Its table starts with the match. At least one token is always computed: on a full match the last
         one, whose KV exists and is not written again."""
         num_all = (match.num_blocks + match.num_colder + match.num_paged) * block_tokens
-        self.end_ahead()
         self.num_resident = match.num_blocks * block_tokens
         self.num_cached = (
             num_all
@@ -178,7 +173,7 @@ class Track:
         if self.is_deep:
             runs = (("host", match.num_paged),)
         self._note_origins()
-        runs = self._by_origin((*self._resident_runs(match.num_blocks), *runs))
+        runs = self._by_origin((("device", match.num_blocks), *runs))
         self.sources = tuple((tier, num * block_tokens) for tier, num in runs)
         self.note_sources()
 
@@ -200,20 +195,6 @@ class Track:
     def _note_origins(self) -> None:
         if self.prefetch is not None:
             self.origins.update(self.prefetch.origins)
-
-    def _resident_runs(self, num_blocks: int) -> list[tuple[str, int]]:
-        """Source tiers of its first `num_blocks` blocks, all on the device now: those copied there for it
-        came from host memory."""
-        runs: list[tuple[str, int]] = []
-        end = 0
-        for brought in self.brought:
-            first, end_before, end = min(brought.start, num_blocks), end, min(brought.stop, num_blocks)
-            runs += [("device", first - end_before), ("host", end - first)]
-        return [*runs, ("device", num_blocks - end)]
-
-    def num_brought(self, num_blocks: int) -> int:
-        """How many of its first `num_blocks` blocks were copied to the device for it while it waited."""
-        return sum(max(0, min(some.stop, num_blocks) - some.start) for some in self.brought)
 
     def compute_rest(self, num_landed: int, block_tokens: int) -> None:
         """Its load has ended after `num_landed` blocks. The tokens after them are computed."""
@@ -249,16 +230,6 @@ class Track:
         if self.prefetch is not None:
             self.prefetch.end()
             self.prefetch = None
-
-    def end_ahead(self) -> None:
-        """Stop waiting for the copy to the device: it has arrived, has failed, or is late. Idempotent."""
-        if self.ahead is not None:
-            first, num_blocks = self.ahead_first, self.ahead.num_landed
-            # the device had lost the blocks from `first` on
-            kept = (range(some.start, min(some.stop, first)) for some in self.brought)
-            self.brought = *(some for some in kept if some), range(first, first + num_blocks)
-            self.may_promote_ahead = num_blocks > 0
-            self.ahead = None
 
     def held_table(self) -> Table:
         if self.table is None:

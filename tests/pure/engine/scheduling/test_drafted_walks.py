@@ -143,8 +143,10 @@ class SealsWatched(KvCache):
         super().__init__(BlockPool(num_blocks, "device"), SCOPE)
         self._tables.world = world  # type: ignore[attr-defined]
 
-    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
-        table = super().open(owner, prefix, num_blocks)
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    ) -> BlockTable | None:
+        table = super().open(owner, prefix, num_blocks, num_paged)
         table.__class__ = TableWatched
         return table
 
