@@ -976,12 +976,17 @@ class KvLedger(Protocol):
     def num_settling(self) -> int:
         """Slots that will be free soon: only a transfer holds them."""
 
-    def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: Want | None = None) -> Match:
+    def match(
+        self,
+        keys: Sequence[bytes],
+        lease: Lease | None = None,
+        want: Want | None = None,
+        most_resident: int | None = None,
+    ) -> Match:
         """The longest run of leading `keys` on the device, and the blocks of `lease` worth promoting after
-        it. With a `want` for the same keys, only changes since it was made are looked up."""
-
-    def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
-        """The same for a request that keeps at most `most_resident` blocks on the device."""
+        it. With a `want` for the same keys, only changes since it was made are looked up. `most_resident`:
+        the request is deep and has at most that many blocks on the device. It matches its leading blocks in
+        host memory, or on the device if that has more of them."""
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want | None:
         """Mark the device blocks of the leading `keys` as wanted: they are evicted after all unwanted ones.
@@ -1015,32 +1020,29 @@ class KvLedger(Protocol):
     def may_prefetch(self) -> bool:
         """Whether `prefetch` would look: False while prefetches are at their limit. Costs nothing."""
 
-    def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Prefetch | None:
-        """Read blocks of `prefix` from cold tiers into host memory, for a request that waits under `lease`.
-        None: there is nothing to read. A prefetch ends by itself."""
-
-    def prefetch_deep(
-        self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool
+    def prefetch(
+        self,
+        prefix: Prefix,
+        owner: str,
+        lease: Lease | None = None,
+        whole: bool = False,
+        is_next: bool = False,
     ) -> Prefetch | None:
-        """The same for a deep request, which needs all blocks in host memory. If it `is_next`, the limit on
-        prefetches does not apply, and blocks that other requests want may be evicted for it, as for a
-        load."""
+        """Read blocks of `prefix` from cold tiers into host memory, for a request that waits under `lease`:
+        those after the blocks on the device, or all of them if `whole`. None: there is nothing to read. A
+        prefetch ends by itself. If the request `is_next`, the limit on prefetches does not apply, and blocks
+        that other requests want may be evicted for it, as for a load."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""
 
-    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> Table:
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    ) -> Table | None:
         """A table that starts with the first `num_blocks` cached blocks of `prefix`. Announces its other keys
-        as pending."""
-
-    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> Table | None:
-        """A table whose first blocks may be paged out. It starts with the blocks of `match`; None if some
-        were evicted meanwhile."""
+        as pending. `num_paged`: the table is deep, so its first blocks may be paged out. It starts with that
+        many blocks in host memory, if it starts with none on the device; None if some were evicted
+        meanwhile."""
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks, which tables kept of a closed scope: their keys are no longer recorded."""
-
-    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Load | None:
-        """Copy up to `num_blocks` blocks of `prefix`, from number `first` on, from host memory into free
-        slots before `owner` has a table. None: host memory has none of them, or the device shares no blocks.
-        Evicts nothing and ends no lease. Landed blocks are matched like any others."""

@@ -22,7 +22,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.table import BlockTable, OpenTables
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease, Part
-from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers
+from penstock.kv.tiers.loads import Copy, Fetch, Loads, Reads, no_tiers
 from penstock.kv.tiers.saves import Persisting, Resetting
 from penstock.kv.transfer import Settling, Transfer
 from penstock.lanes.lane import POLL_MOST_S
@@ -172,21 +172,21 @@ class KvCache:
     def may_prefetch(self) -> bool:
         return self.loads.may_fetch
 
-    def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
+    def prefetch(
+        self,
+        prefix: Prefix,
+        owner: str,
+        lease: Lease | None = None,
+        whole: bool = False,
+        is_next: bool = False,
+    ) -> Fetch | None:
         """It ends when all blocks have landed, when one fails, by a reset, or at its deadline."""
-        if not self.may_prefetch or _has_nothing_cold(lease):
+        if _has_nothing_cold(lease) or not (is_next or self.may_prefetch):
             return None
-        num = len(self._pool.find(prefix.keys))
-        return (
-            self.loads.prefetch(prefix.keys, owner, num, _parts_of(lease)) if num < len(prefix.keys) else None
-        )
-
-    def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Fetch | None:
-        return (
-            None
-            if _has_nothing_cold(lease)
-            else self.loads.prefetch(prefix.keys, owner, 0, _parts_of(lease), is_next)
-        )
+        num = 0 if whole else len(self._pool.find(prefix.keys))
+        if num == len(prefix.keys):
+            return None
+        return self.loads.prefetch(prefix.keys, owner, num, _parts_of(lease), is_next)
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         keys = prefix.keys
@@ -199,24 +199,27 @@ class KvCache:
         return Prefix(prefix.scope, (*keys, *more))
 
     def match(
-        self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None
+        self,
+        keys: Sequence[bytes],
+        lease: Lease | None = None,
+        want: contract.Want | None = None,
+        most_resident: int | None = None,
     ) -> Match:
         """Holds nothing, so it is valid until the next call that draws slots. Blocks of `lease` may be
         evicted until they are claimed."""
         slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None)
-        num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
+        num = len(slots)
+        if most_resident is not None:
+            num_paged = self.host.num_leading(keys)
+            if num_paged < num <= most_resident:
+                return Match(num, self._pool.num_idle_of(slots), False)
+            return Match(0, 0, False, num_paged=num_paged)
+        pending, num_colder = self.is_pending(keys, want), 0
         if isinstance(lease, HostLease) and not pending:
             self.host.refresh(lease)
             self.host.grow(lease)
             num_colder = self.loads.worth(lease, num)
         return Match(num, self._pool.num_idle_of(slots) if num else 0, pending, num_colder)
-
-    def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
-        """Its leading blocks in host memory, or on the device if that has more of them."""
-        num, num_paged = len(slots := self._pool.find(keys)), self.host.num_leading(keys)
-        if num > num_paged and num <= most_resident:
-            return Match(num, self._pool.num_idle_of(slots), False)
-        return Match(0, 0, False, num_paged=num_paged)
 
     def want(
         self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None
@@ -304,50 +307,26 @@ class KvCache:
 
     # ------------------------------------------------------------------------------------------------- tables
 
-    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    ) -> BlockTable | None:
         keys: Sequence[bytes] = () if prefix is None else prefix.keys
-        slots = self._pool.find(keys)[:num_blocks]
+        slots, pin = self._pool.find(keys)[:num_blocks], None
         if len(slots) != num_blocks:
             raise InvariantBroken(
                 f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here"
             )
-        return self._tables.add(self._pool.hold(owner, slots), prefix, num_blocks)
-
-    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
-        if num_blocks := match.num_paged:
-            pin = self.host.pin_run(prefix.keys[:num_blocks], owner)
-            if pin is None or len(pin.run) < num_blocks:
+        if num_paged:
+            pin = self.host.pin_run(keys[:num_paged], owner)
+            if pin is None or len(pin.run) < num_paged:
                 self.host.end_handles([pin])
                 return None
-            table = self._tables.add(self._pool.hold(owner, (), num_blocks), prefix, num_blocks)
-            table.add_paged(pin)
-        else:
-            table = self.open(owner, prefix, match.num_blocks)
-        table.is_deep = True
-        return table
+        hold = self._pool.hold(owner, slots, num_paged or 0)
+        return self._tables.add(hold, prefix, num_blocks or num_paged or 0, num_paged is not None, pin)
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         self.saves.end_unshared(keys)
         self._tables.unname(keys)
-
-    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
-        """When they have landed they are idle blocks, even if `owner` has ended."""
-        if not self._tables.reuses:
-            return None
-        keys = prefix.keys[first : first + min(num_blocks, self._pool.num_free)]
-        kept = self.host.pin_run(keys, owner)
-        if kept is None:
-            return None
-        num_blocks = len(kept.run)
-        reservation = self._pool.try_reserve(num_blocks, owner)
-        if reservation is None:
-            raise InvariantBroken(f"{num_blocks} free slots of the device cannot be drawn")
-        hold = self._pool.hold(owner)
-        reservation.commit(hold)
-        try:
-            return self.loads.begin_whole([hold], kept, reservation.after, first, keys[:num_blocks])
-        finally:
-            hold.end()  # from here on only the copy holds the slots
 
     # ------------------------------------------------------------------------------------------- colder tiers
 

@@ -50,11 +50,18 @@ class OpenTables:
         self.announcing: set[BlockTable] = set()  # tables that will still seal keys of their prompts
         self.kept: dict[bytes, KeptClosed] = {}  # kept blocks of tables with a closed scope, by name
 
-    def add(self, hold: Hold, prefix: Prefix | None, num_matched: int) -> BlockTable:
-        """A new table, which begins with the first `num_matched` blocks of its prompt."""
+    def add(
+        self, hold: Hold, prefix: Prefix | None, num_matched: int, is_deep: bool, paged: Pin | None
+    ) -> BlockTable:
+        """A new table, which begins with the first `num_matched` blocks of its prompt, in slots of `hold` or,
+        under the pin `paged`, in host memory."""
         self.num_hits += num_matched
         self.num_misses += 0 if prefix is None else len(prefix.keys) - num_matched
-        table = self.open[hold] = BlockTable(self, hold, prefix if self.shares else None, num_matched)
+        table = self.open[hold] = BlockTable(
+            self, hold, prefix if self.shares else None, num_matched, is_deep
+        )
+        if paged is not None:
+            table.add_paged(paged)
         if table.is_announcing:
             self.announcing.add(table)
         return table
@@ -148,7 +155,9 @@ class BlockTable:
         *("owner", "paged_pins", "paged_slots", "prefix", "sealed_keys"),
     )
 
-    def __init__(self, tables: OpenTables, hold: Hold, prefix: Prefix | None, num_matched: int) -> None:
+    def __init__(
+        self, tables: OpenTables, hold: Hold, prefix: Prefix | None, num_matched: int, is_deep: bool
+    ) -> None:
         self._tables = tables
         self.hold = hold
         self.owner = hold.owner
@@ -156,7 +165,7 @@ class BlockTable:
         self.prefix = prefix  # None: its blocks never get a key
         self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
         self.num_alone = 0  # leading blocks that host memory was asked to evict
-        self.is_deep = False  # only its last blocks are on the device; earlier ones are in host memory
+        self.is_deep = is_deep  # only its last blocks are on the device; earlier ones are in host memory
         self.paged_pins: list[Pin] = []  # of host memory, in token order
         self.fetched: set[FetchedRun] = set()
         self.num_fetched = 0  # blocks in those

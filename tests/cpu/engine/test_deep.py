@@ -510,7 +510,7 @@ def test_a_returning_deep_conversation_is_known_and_costs_what_it_lacks(
     generate(engine, prompt, max_tokens=1)
     settle_all(engine)
     cache = engine.cache
-    match = cache.match_deep(cache.prefix_of(np.array(prompt, np.uint32)).keys, 16)  # type: ignore[union-attr]
+    match = cache.match(cache.prefix_of(np.array(prompt, np.uint32)).keys, most_resident=16)  # type: ignore[union-attr]
     assert match.num_paged == LONG // 16
     track = Track(Request("r", prompt, SamplingParams(max_tokens=1)), 0, None, tokens=prompt)
     assert found_share(track, match, 16) == 1.0

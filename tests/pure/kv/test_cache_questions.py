@@ -164,7 +164,7 @@ def test_a_deep_request_begins_with_what_the_device_has_as_far_as_all_of_it_may_
     rig.run("earlier").release(None)
     rig.finish()
     rig.cache.reset(["host"])
-    assert rig.cache.match_deep(rig.prefix().keys, most_resident) == expected
+    assert rig.cache.match(rig.prefix().keys, most_resident=most_resident) == expected
     rig.end()
 
 
@@ -252,7 +252,7 @@ def test_blocks_of_a_deep_request_are_saved_though_host_memory_is_full_and_other
     """It goes on when they have landed."""
     rig = Cached(num_host=4)
     full_host(rig)
-    table = rig.cache.open_deep("request", rig.prefix(), Match(0, 0, False, 0))
+    table = rig.cache.open("request", rig.prefix(), 0, 0)
     assert table is not None
     other = rig.cache.open("other", rig.prefix([*range(50, 60)]), 0)
     for one, tokens in ((table, PROMPT), (other, [*range(50, 60)])):
@@ -318,7 +318,7 @@ def test_a_deep_request_does_not_begin_where_host_memory_has_lost_a_part_of_it(n
     rig = Cached()
     rig.remembered()
     rig.host.forget(rig.prefix().keys[2 - num_lost :])
-    assert rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=2)) is None
+    assert rig.cache.open("deep", rig.prefix(), 0, 2) is None
     assert rig.host.slots.pinned == 0
     rig.end()
 
@@ -326,7 +326,7 @@ def test_a_deep_request_does_not_begin_where_host_memory_has_lost_a_part_of_it(n
 def test_a_deep_request_begins_with_as_many_blocks_as_were_matched_though_host_memory_has_more() -> None:
     rig = Cached()
     rig.remembered()
-    table = rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=1))
+    table = rig.cache.open("deep", rig.prefix(), 0, 1)
     assert table is not None and (table.num_paged, table.num_keyed, len(table.paged_slots)) == (1, 1, 1)
     table.release(None)
     rig.end()

@@ -79,7 +79,7 @@ BLOCKS = [tuple(PROMPT[:4]), tuple(PROMPT[4:8])]
 def test_what_host_memory_has_behind_the_device_is_found_though_it_lacks_what_the_device_has() -> None:
     rig = Cached()
     rig.remembered()
-    rig.cache.promote_ahead("earlier", rig.prefix(), 0, 1)
+    rig.run("earlier", PROMPT[:5]).release(None)
     rig.finish()
     rig.host.forget(rig.prefix().keys[:1])
     lease = rig.cache.lease("request", rig.prefix())
@@ -91,7 +91,7 @@ def test_what_host_memory_has_behind_the_device_is_found_though_it_lacks_what_th
 def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
     rig = Cached(num_host=2)
     rig.remembered()
-    deep = rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=2))
+    deep = rig.cache.open("deep", rig.prefix(), 0, 2)
     assert deep is not None
     deep.release(rig.step())
     others = list(range(50, 58))

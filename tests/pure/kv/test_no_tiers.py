@@ -61,10 +61,7 @@ def test_what_is_sealed_is_saved_nowhere_and_found_on_the_device_alone(cache: Kv
         cache.lease("other", prefix_of(cache)) is None and cache.prefetch(prefix_of(cache), "other") is None
     )
     cache.reset()
-    assert (
-        cache.lease("other", prefix_of(cache)) is None
-        and cache.promote_ahead("other", prefix_of(cache), 0, 4) is None
-    )
+    assert cache.lease("other", prefix_of(cache)) is None
     cache.close()
 
 

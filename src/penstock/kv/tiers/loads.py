@@ -481,34 +481,21 @@ class Loads:
             )
         load.sources, load.layered = sources, layered
         self._submit(self._copy(load, load.num_blocks, self._groups(load.num_blocks, layered)))
-        self._note_hit(load)
+        self.link.note_try()
+        self.saves.used(load.keys)
 
-    def begin_whole(
-        self,
-        holds: Sequence[Hold],
-        kept: Pin,
-        after: Sequence[Fence],
-        first: int = 0,
-        keys: Sequence[bytes] = (),
-    ) -> BlockLoad:
-        """Fill the slots of `holds`, one hold after the other, with the whole blocks that `kept` protects; no
-        step begins on single layers. They are blocks of a prefix from number `first` on with `keys`, or,
-        without keys, part of an existing context. If this raises, nothing is kept."""
-        load = BlockLoad(holds[0], first, len(kept.run), keys, after, self._deadline_s)
-        load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), not keys
+    def begin_whole(self, holds: Sequence[Hold], kept: Pin, after: Sequence[Fence]) -> BlockLoad:
+        """Fill the slots of `holds`, one hold after the other, with the whole blocks of an existing context
+        that `kept` protects; no step begins on single layers. If this raises, nothing is kept."""
+        load = BlockLoad(holds[0], 0, len(kept.run), (), after, self._deadline_s)
+        load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), True
         pins = [self.saves.pool.pin_run(hold, 0, hold.num_slots, hold.owner) for hold in holds]
         try:
             self._submit(Copy(load, pins, load.sources, self._whole))
         except BaseException:
             self.host.end_handles([kept])
             raise
-        if keys:
-            self._note_hit(load)
         return load
-
-    def _note_hit(self, load: BlockLoad) -> None:
-        self.link.note_try()
-        self.saves.used(load.keys)
 
     def _copy(self, load: BlockLoad, end: int, groups: Sequence[Group]) -> Copy:
         """A copy of its unsent blocks up to `end`."""

@@ -49,28 +49,8 @@ def check_turn(world: World, request_id: str) -> None:
         world.seen["overtakes"] += 1
 
 
-def check_ahead(world: World, request_id: str) -> None:
-    """Blocks are copied to the device for it now: it is next, can use them, and none are on their way for it
-    already."""
-    asked = world.asked[request_id]
-    assert asked.request.may_match and world.state_of(request_id) in ("waiting", "retracted"), (
-        "nobody waits for it"
-    )
-    assert asked.ahead is None or asked.ahead.settled, f"{request_id} has blocks copied ahead twice at once"
-    for other in tuple(world.scheduler.admission.line):
-        if other.request.id == request_id:
-            return
-        assert not _may_start(world, other), (
-            f"blocks are copied ahead for {request_id}, and {other.request.id} is next"
-        )
-
-
 def _may_start(world: World, waiting: WaitingRequest) -> bool:
-    """It need not wait for a step, a save, a store, or for what somebody else computes or loads. Nor is it
-    overtaken while what it lacks is copied to the device for it, unless that is late."""
-    ahead = world.asked[waiting.request.id].ahead
-    if ahead is not None and not ahead.settled and not ahead.overdue:
-        return True
+    """It need not wait for a step, a save, a store, or for what somebody else computes or loads."""
     others = len(world.scheduler.running) or world.cache.num_settling
     is_ready = waiting.life.placement.is_ready(waiting)
     return is_ready and not (others and world.scheduler.admission.is_pending(waiting))

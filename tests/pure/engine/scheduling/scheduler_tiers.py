@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.engine.scheduling import admission
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers import loads as loads_module
@@ -114,8 +113,7 @@ class Tiers:
 
 
 def land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transfers of a few blocks are in several parts already, and worth being made ahead."""
-    monkeypatch.setattr(admission, "_LEAST_AHEAD", 1)
+    """Transfers of a few blocks are in several parts already."""
     monkeypatch.setattr(saves_module, "_PART_BLOCKS", 2)
     monkeypatch.setattr(loads_module, "_LAST_BYTES", LAYOUT.block_bytes)
     monkeypatch.setattr(loads_module, "_PART_BYTES", LAYOUT.block_bytes)

@@ -37,7 +37,6 @@ from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch
 from tests.pure.engine.scheduling.scheduler_device import BLOCK, EOS, SCOPE, Device, generate
 from tests.pure.engine.scheduling.scheduler_rules import (
-    check_ahead,
     check_event,
     check_plan,
     check_turn,
@@ -143,36 +142,31 @@ class WatchedCache(KvCache):
         # blocks that a table has paged out, and that others had on the device then
         self.lent: dict[BlockTable, int] = {}
 
-    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    ) -> BlockTable | None:
         assert owner not in self.tables, f"{owner} opens a second table"
+        if num_paged is not None:
+            assert num_paged == 0 or num_blocks == 0, "what matched is in one place"
+            assert num_blocks <= self.world.budget.resident_blocks, (
+                "it begins with more on the device than it may have there"
+            )
+            if self.world.loses is not None:
+                assert prefix is not None
+                self.world.loses(prefix, Match(num_blocks, 0, False, num_paged=num_paged))
         if owner in self.world.asked:
             check_turn(self.world, owner)
-            self.world.admitted.append(owner)
-        table = self.tables[owner] = super().open(owner, prefix, num_blocks)
+        table = super().open(owner, prefix, num_blocks, num_paged)
+        self.world.seen["what matched of a deep request has gone"] += table is None
+        if table is None:
+            return None
+        assert table.num_paged == (num_paged or 0), "what matched has gone, and nobody was told"
+        self.tables[owner] = table
         table.__class__ = WatchedTable
         if (asked := self.world.asked.get(owner)) is not None:
-            asked.open(num_blocks)
-        return table
-
-    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
-        asked = self.world.asked[owner]
-        assert match.num_paged == 0 or match.num_blocks == 0, "what matched is in one place"
-        assert match.num_blocks <= self.world.budget.resident_blocks, (
-            "it begins with more on the device than it may have there"
-        )
-        if self.world.loses is not None:
-            self.world.loses(prefix, match)
-        table = super().open_deep(owner, prefix, match)
-        self.world.seen["what matched of a deep request has gone"] += table is None
-        if table is not None and match.num_paged:
-            table.__class__ = WatchedTable
-            assert table.num_paged == match.num_paged, "what matched has gone, and nobody was told"
-            check_turn(self.world, owner)
-            assert owner not in self.tables, f"{owner} opens a second table"
-            self.tables[owner] = table
             self.world.admitted.append(owner)
-            asked.open_paged(match.num_paged)
-            self.world.seen["deep match in host memory"] += 1
+            asked.open(num_blocks, num_paged or 0)
+        self.world.seen["deep match in host memory"] += bool(num_paged)
         return table
 
     def check_covered(self, slots: Sequence[int], after: Sequence[Fence]) -> None:
@@ -183,55 +177,19 @@ class WatchedCache(KvCache):
                 f"slot {slot} is promoted into under step {fence.number}"
             )
 
-    def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
-        asked, num_free, num_evicted = self.world.asked[owner], self.num_free, self.pool.num_evicted
-        check_ahead(self.world, owner)
-        idle = self.pool.num_idle_of(self.pool.find(prefix.keys))
-        load = super().promote_ahead(owner, prefix, first, num_blocks)
-        assert load is None or 0 < load.num_blocks <= num_blocks
-        if load is not None:
-            assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, (
-                "only free slots are filled ahead"
-            )
-            promised = self.world.num_promised()
-            assert promised + idle <= self.num_available, f"{owner} is filled slots that others were promised"
-            self.check_covered(load.copies[0].dest_slots.tolist(), load.after)
-            asked.begin_ahead(load)
-            self.world.seen["promotion ahead"] += 1
-            self.world.seen["promotion ahead of one that was retracted"] += (
-                self.world.state_of(owner) == "retracted"
-            )
-        return load
-
-    def settle(self) -> bool:
-        settled = super().settle()
-        ahead = [
-            asked.ahead
-            for asked in self.world.asked.values()
-            if asked.ahead is not None and asked.ended is None
-        ]
-        self.world.seen["promotion ahead that failed"] += any(
-            load.settled and load.error() is not None for load in ahead
-        )
-        self.world.seen["promotion ahead that is late"] += any(load.overdue for load in ahead)
-        return settled
-
-    def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
+    def prefetch(
+        self,
+        prefix: Prefix,
+        owner: str,
+        lease: Lease | None = None,
+        whole: bool = False,
+        is_next: bool = False,
+    ) -> Fetch | None:
         asked = self.world.asked[owner]
         assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), (
             "nobody waits for it"
         )
-        return self._note_fetch(super().prefetch(prefix, owner, lease), asked)
-
-    def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Fetch | None:
-        asked = self.world.asked[owner]
-        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), (
-            "nobody waits for it"
-        )
-        return self._note_fetch(super().prefetch_deep(prefix, owner, lease, is_next), asked)
-
-    def _note_fetch(self, fetch: Fetch | None, asked: Asked) -> Fetch | None:
-        owner = asked.request.id
+        fetch = super().prefetch(prefix, owner, lease, whole, is_next)
         is_deep = 0 < self.world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
         assert fetch is None or asked.may_fetch or is_deep, f"{owner} has its blocks read ahead twice"
         asked.was_fetched |= fetch is not None
@@ -244,9 +202,6 @@ class WatchedCache(KvCache):
         super()._land(copy)
         asked = self.world.asked[copy.load.hold.owner]
         asked.num_landed += copy.num_blocks * BLOCK
-        if copy.load is asked.ahead:
-            asked.brought |= {*range(copy.first, copy.first + copy.num_blocks)}
-            self.world.seen["landed ahead"] += 1
 
     def is_private(self, slot: int) -> bool:
         """Held by one table and without a key."""
@@ -287,8 +242,6 @@ class Asked:
     ran: bool = False  # a step has computed some of it, or will have before what it has is saved
     # for each prompt token that was not computed, the tier that had it
     came: list[str] = field(default_factory=list)
-    ahead: BlockLoad | None = None  # what is copied to the device for it while it waits
-    brought: set[int] = field(default_factory=set)  # blocks that have come that way
     load: BlockLoad | None = None  # the newest for it
     was_fetched: bool = False  # something was read into host memory for it while it waited
     may_fetch: bool = True  # nothing was, since it last had a table
@@ -321,21 +274,13 @@ class Asked:
             else tier
         )
 
-    def open(self, num_blocks: int) -> None:
-        """Its table begins with so many blocks of the device."""
-        self.num_opened, self.ahead = num_blocks, None
-        tiers = [self.origin(block) if block in self.brought else "device" for block in range(num_blocks)]
+    def open(self, num_blocks: int, num_paged: int) -> None:
+        """Its table begins with so many blocks of the device, or so many that stay in host memory."""
+        self.may_fetch = True
+        self.num_opened = num_blocks
+        tiers = ["device"] * num_blocks + [self.origin(block) for block in range(num_paged)]
         self.sources = [tier for tier in tiers for _ in range(BLOCK)]
-
-    def open_paged(self, num_blocks: int) -> None:
-        """Its table begins with so many blocks that stay in host memory."""
-        self.num_opened, self.ahead = 0, None
-        self.sources = [self.origin(block) for block in range(num_blocks) for _ in range(BLOCK)]
-        self.num_landed += num_blocks * BLOCK
-
-    def begin_ahead(self, load: BlockLoad) -> None:
-        self.ahead = load
-        self.brought = {block for block in self.brought if block < load.first}  # the others were lost again
+        self.num_landed += num_paged * BLOCK
 
 
 class World:
@@ -407,8 +352,7 @@ class World:
         return request.id
 
     def cancel(self, request_id: str) -> None:
-        state, ahead = self.state_of(request_id), self.asked[request_id].ahead
-        self.seen["cancelled while it is promoted ahead"] += ahead is not None and not ahead.settled
+        state = self.state_of(request_id)
         self._end(request_id, self.scheduler.cancel(request_id), FinishReason.CANCELLED)
         self.seen[f"cancelled while {state}"] += 1
 

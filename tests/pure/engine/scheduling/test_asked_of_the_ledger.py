@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling.budget import Room
 from penstock.engine.scheduling.line import want_rank
-from penstock.engine.scheduling.track import State, Track
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import KvSource
-from penstock.engine.scheduling.track import State, Track
 from penstock.errors import TransferFailed
 from penstock.kv.tiers import loads as loads_module
 from tests.pure.engine.scheduling.scheduler_cases import shape, source_of, tiers_of

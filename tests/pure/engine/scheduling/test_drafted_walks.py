@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from penstock.engine.scheduling.track import Track
 
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
@@ -29,7 +30,6 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.track import Track
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
@@ -143,8 +143,10 @@ class SealsWatched(KvCache):
         super().__init__(BlockPool(num_blocks, "device"), SCOPE)
         self._tables.world = world  # type: ignore[attr-defined]
 
-    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
-        table = super().open(owner, prefix, num_blocks)
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    ) -> BlockTable | None:
+        table = super().open(owner, prefix, num_blocks, num_paged)
         table.__class__ = TableWatched
         return table
 

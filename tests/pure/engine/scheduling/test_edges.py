@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from penstock.engine.scheduling.track import Track
 
 from penstock.contract import Chunk, FinishReason, Match, Request, SamplingParams
 from penstock.engine.scheduling.line import is_pending
 from penstock.engine.scheduling.scheduler import _LOOK_AHEAD
 from penstock.engine.scheduling.steps import Draft
-from penstock.engine.scheduling.track import Track
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from tests.pure.engine.scheduling.scheduler_world import World
 

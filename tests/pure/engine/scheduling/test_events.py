@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from penstock.engine.scheduling.track import Track
 
 from penstock.contract import FinishReason, Request, Sampled, SamplingParams
 from penstock.engine.scheduling.events import Events, SchedulerCounts
-from penstock.engine.scheduling.track import Track
 
 STOP = 99
 

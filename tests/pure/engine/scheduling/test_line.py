@@ -9,12 +9,12 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import MAX_PRIORITY, Request, SamplingParams
 from penstock.engine import sessions
 from penstock.engine.scheduling import running
 from penstock.engine.scheduling.line import _NEW_TOKENS, Line, want_rank
-from penstock.engine.scheduling.track import State, Track
 
 
 class Ops(NamedTuple):

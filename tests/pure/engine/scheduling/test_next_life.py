@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import KvSource, Match, Request, Sampled, SamplingParams
 from penstock.engine.scheduling.events import Events, SchedulerCounts
-from penstock.engine.scheduling.track import State, Track
 from tests.pure.engine.scheduling.scheduler_cases import A, B
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from penstock.engine.scheduling.track import Track
 
 from penstock.contract import Match
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.track import Track
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold

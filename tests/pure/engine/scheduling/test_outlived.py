@@ -7,9 +7,9 @@ import random
 from collections import Counter
 
 import pytest
+from penstock.engine.scheduling.track import State
 
 from penstock.engine.scheduling.budget import blocks_for
-from penstock.engine.scheduling.track import State
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold

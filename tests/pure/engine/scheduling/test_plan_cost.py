@@ -17,7 +17,6 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
-from tests.pure.engine.scheduling.scheduler_cases import planned, remembered, tiers_of
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -271,41 +270,3 @@ def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_th
     assert last not in sealing.by_commit[-1]
     sealing.world.scheduler.cancel(last)
     assert sealing.by_commit[-1][-1] == last
-
-
-@pytest.mark.parametrize("num_blocks", [40, 400])
-def test_a_request_that_waits_for_room_costs_no_more_while_its_blocks_are_copied_ahead(
-    num_blocks: int,
-) -> None:
-    """Neither before, nor meanwhile, nor when they have come. Its blocks are looked up where a copy begins,
-    and where they are found."""
-    prompt = [number % 7 for number in range(num_blocks * BLOCK)]
-    world = remembered(
-        prompt, num_slots=2 * num_blocks, num_host=2 * num_blocks, prefill_chunk=num_blocks * BLOCK
-    )
-    slots = world.cache.pool._index.slot_of = CountingSlots(world.cache.pool._index.slot_of)
-    host_index = tiers_of(world).host._pool._index
-    host_slots = host_index.slot_of = CountingSlots(host_index.slot_of)
-    running = world.submit([1, 2, 3], 4 * num_blocks, ignore_eos=True)
-    planned(world)
-    waiting = world.submit([*prompt, 1], 3 * num_blocks, ignore_eos=True)
-
-    def num_lookups() -> int:
-        slots.num_lookups = host_slots.num_lookups = 0
-        world.plan()
-        world.commit()
-        return slots.num_lookups + host_slots.num_lookups
-
-    most = 16
-    num_lookups()
-    ahead = world.scheduler._tracks[waiting].ahead
-    assert ahead is not None and not ahead.settled
-    assert max(num_lookups() for _ in range(10)) <= most, "its blocks are on their way"
-    world.device.lanes.run_all()
-    world.settle()
-    num_lookups()
-    assert ahead.settled and world.state_of(waiting) == "waiting"
-    assert max(num_lookups() for _ in range(10)) <= most, "they have come"
-    for request_id in (running, waiting):
-        world.cancel(request_id)
-    world.close()

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from penstock.engine.scheduling.track import Track
 
 from penstock.contract import KvSource
 from penstock.engine.scheduling import line
-from penstock.engine.scheduling.track import Track
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from penstock.engine.scheduling.track import State, Track
 
 from penstock.config import KvConfig
 from penstock.contract import FetchedBlocks, KeptSums, Request, Residency, SamplingParams, Scoring
@@ -21,7 +22,6 @@ from penstock.engine.scheduling.residency import (
     ResidentSet,
 )
 from penstock.engine.scheduling.steps import Draft
-from penstock.engine.scheduling.track import State, Track
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 

@@ -30,8 +30,6 @@ WANTED = (
     "partial match",
     "prefetch",
     "promotion of what was fetched",
-    "promotion ahead",
-    "landed ahead",
 )
 
 

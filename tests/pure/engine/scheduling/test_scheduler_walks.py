@@ -29,12 +29,6 @@ WANTED = (
     "cancelled while waiting",
     "slot reused under a fence",
     "failed step",
-    "promotion ahead",
-    "promotion ahead of one that was retracted",
-    "promotion ahead that failed",
-    "promotion ahead that is late",
-    "landed ahead",
-    "cancelled while it is promoted ahead",
 )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import Request, SamplingParams
 from penstock.engine.scheduling.budget import blocks_for
-from penstock.engine.scheduling.track import State, Track
 from penstock.errors import IllegalTransition, InvariantBroken
 
 LEGAL = {

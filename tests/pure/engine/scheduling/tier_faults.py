@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.contract import Request, StepResult
-from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.stages import Life, RunningRequest, Sources, State
+from penstock.engine.scheduling.stages import Life, RunningRequest, State
 from penstock.engine.scheduling.steps import NextStep
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.handles import Hold, Reservation
@@ -191,18 +190,6 @@ def never_saves(patch: Patch) -> None:
 
 def pushes_out_while_transfers_free_enough(patch: Patch) -> None:
     patch.setattr(KvCache, "num_settling", 0)
-
-
-def fills_slots_ahead_that_others_were_promised(patch: Patch) -> None:
-    patch.setattr(Running, "num_spare", lambda self, match: self._ledger.num_available)
-
-
-def lets_others_overtake_while_blocks_are_copied_ahead(patch: Patch) -> None:
-    patch.setattr(admission_module, "is_arriving", lambda waiting: False)
-
-
-def counts_what_was_copied_ahead_to_the_device(patch: Patch) -> None:
-    patch.setattr(Sources, "_resident_runs", lambda self, num_blocks: [("device", num_blocks)])
 
 
 # -------------------------------------------------------------------------------------------- cache and pools
@@ -395,7 +382,4 @@ WALKED: list[Fault] = [
     promotes_what_has_gone_since_it_was_found,
     keeps_what_was_saved_for_one_request,
     takes_one_end_for_the_end_of_all,
-    fills_slots_ahead_that_others_were_promised,
-    lets_others_overtake_while_blocks_are_copied_ahead,
-    counts_what_was_copied_ahead_to_the_device,
 ]
