@@ -23,7 +23,7 @@ from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
 from penstock.engine.scheduling.events import SchedulerCounts
-from penstock.engine.scheduling.track import State
+from penstock.engine.scheduling.stages import State
 from penstock.figures import Histogram
 
 

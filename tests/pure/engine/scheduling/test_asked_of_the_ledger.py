@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from penstock.engine.scheduling.track import State, Track
 
-from penstock.contract import Match, Request, SamplingParams
+from penstock.contract import Match
 from penstock.engine.scheduling.budget import Room
 from penstock.engine.scheduling.line import want_rank
+from penstock.engine.scheduling.stages import State
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease
@@ -18,6 +17,7 @@ from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, remem
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import StepFence, World
+from tests.pure.engine.scheduling.staged import life_of, waiting_of
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
@@ -75,13 +75,13 @@ def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease(
     world.submit(B[:8], 9, ignore_eos=True)
     world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
     world.step()
-    track = next(track for track in world.scheduler._line)
-    before = track.lease
+    waiting = next(iter(world.scheduler.admission.line))
+    before = waiting.lease
     assert before is not None
     asked = noted(monkeypatch, KvCache, "lease")
     tiers_of(world).expire()
     world.step()
-    assert [args[2] for args in asked] == [before] and track.lease is not before
+    assert [args[2] for args in asked] == [before] and waiting.lease is not before
     world.close()
 
 
@@ -100,10 +100,9 @@ def test_a_lease_and_a_want_know_how_late_their_request_runs(monkeypatch: pytest
     waits = world.submit([*A[:8], 1], 1, priority=2)
     ranks.clear()
     world.plan()
-    track = world.scheduler._tracks[waits]
-    assert (
-        track.want is not None and ranks == [want_rank(track)] and track.want.rank == want_rank(track) > 5.0
-    )
+    waiting = world.scheduler.lives[waits].waiting
+    assert waiting is not None and waiting.want is not None
+    assert ranks == [want_rank(waiting.request, waiting.rank)] == [waiting.want.rank] and ranks[0] > 5.0
     world.close()
 
 
@@ -113,12 +112,13 @@ def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_
     world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
     first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
     planned(world)
-    world.scheduler._tracks[second].computes = True
+    world.scheduler.lives[second].computes = True
     retracted, released = noted(monkeypatch, BlockTable, "retract"), noted(monkeypatch, BlockTable, "release")
     while world.state_of(second) == "running":
         world.step()
     assert world.state_of(second) == State.RETRACTED.value and retracted == [] and len(released) == 1
-    assert world.scheduler._tracks[second].lease is None
+    waiting = world.scheduler.lives[second].waiting
+    assert waiting is not None and waiting.lease is None
     world.close()
     assert all(world.outcome(i)[1] is not None for i in (first, second))
 
@@ -147,26 +147,23 @@ def test_promises_may_exceed_memory_but_not_to_one_that_was_pushed_out(
 ) -> None:
     """A second time would be thrashing: it comes back when all of its life fits."""
     world = World(num_slots=3, overcommit=2.0)
-    request = Request("r", [1], SamplingParams(max_tokens=num_blocks * BLOCK))
-    track = Track(request, 1, None, state, [1])
-    assert (
-        track.lifetime_tokens == num_blocks * BLOCK
-        and world.scheduler._running.fits(track, Match(0, 0, False)) == fits
-    )
+    waiting = waiting_of(life_of([1], num_blocks * BLOCK), state)
+    assert waiting.life.lifetime_tokens == num_blocks * BLOCK
+    assert world.scheduler.running.fits(waiting, Match(0, 0, False)) == fits
 
 
 def test_matched_blocks_that_nobody_holds_are_room_no_more_and_those_of_others_cost_nothing() -> None:
     world = World(num_slots=4)
-    track = Track(Request("r", [1] * 13, SamplingParams(max_tokens=4)), 1, None, tokens=[1] * 13)
+    waiting = waiting_of(life_of([1] * 13, 4))
     fits = {
-        (num, idle): world.scheduler._running.fits(track, Match(num, idle, False))
+        (num, idle): world.scheduler.running.fits(waiting, Match(num, idle, False))
         for num in range(4)
         for idle in range(num + 1)
     }
     assert all(fits.values()), "four blocks: what is matched is either room or there already"
-    longer = Track(Request("r", [1] * 13, SamplingParams(max_tokens=5)), 1, None, tokens=[1] * 13)
+    longer = waiting_of(life_of([1] * 13, 5))
     fits = {
-        (num, idle): world.scheduler._running.fits(longer, Match(num, idle, False))
+        (num, idle): world.scheduler.running.fits(longer, Match(num, idle, False))
         for num in range(4)
         for idle in range(num + 1)
     }
@@ -188,53 +185,6 @@ def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_use
     plan = planned(world)
     assert shape(plan) == [(again, 0, 8)] and fence in world.waits[plan.number].of(plan)[0]
     world.close()
-
-
-@dataclass
-class Covers:
-    """A lease over so many tokens."""
-
-    num_tokens: int
-
-    def runs_from(self, block: int) -> list[tuple[str, int]]:
-        num = -(-self.num_tokens // BLOCK) - block  # a tail has a block of its own
-        return [("host", num)] if num > 0 else []
-
-
-@pytest.mark.parametrize(
-    ("leased", "on_device", "colder", "num_cached"),
-    [
-        (None, 2, 0, 8),
-        (12, 2, 1, 12),
-        (4, 2, 0, 8),
-        (10, 2, 1, 10),
-        (0, 0, 0, 0),
-        (12, 0, 3, 12),
-        (16, 2, 2, 16),
-    ],
-    ids=[
-        "no lease",
-        "behind it",
-        "it covers less than the device has",
-        "a tail",
-        "nothing",
-        "all of it",
-        "the whole prompt",
-    ],
-)
-def test_a_life_begins_with_what_the_device_has_and_what_its_lease_covers(
-    leased: int | None, on_device: int, colder: int, num_cached: int
-) -> None:
-    track = Track(Request("r", [1] * 16, SamplingParams(max_tokens=4)), 1, None, tokens=[1] * 16)
-    track.lease = None if leased is None else Covers(leased)  # type: ignore[assignment]
-    track.begin(Match(on_device, 0, False, colder), BLOCK)
-    assert (track.num_cached, track.num_planned, track.num_committed) == (
-        num_cached,
-        min(15, num_cached),
-        min(15, num_cached),
-    )
-    runs = [("device", min(15, on_device * BLOCK)), ("host", min(15, num_cached) - on_device * BLOCK)]
-    assert track.found == tuple((tier, num) for tier, num in runs if num > 0)
 
 
 def test_what_a_step_has_left_for_prompts_is_told_of_every_one_where_it_begins(

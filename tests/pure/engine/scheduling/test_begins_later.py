@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.scheduling import conversations
-from penstock.engine.scheduling import scheduler as scheduler_module
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.conversations import Conversations
+from penstock.engine.scheduling.on_device import OnDevice
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -30,14 +30,14 @@ def under_way(
     """A conversation of 7 blocks runs on a device of 16, of which three quarters are 12. `known` are cached
     there."""
     world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
-    world.scheduler._times = times = tiers_of(world).loads.prefill
+    times = world.scheduler.admission._times = tiers_of(world).loads.prefill
     if measured:
         times.add(100, 0.0, 100.0)
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()
-    world.scheduler._conversations.forget()
-    world.scheduler._conversations._going_on = 1.0
+    world.scheduler.admission.conversations.forget()
+    world.scheduler.admission.conversations._going_on = 1.0
     runs = world.submit(A, **{"max_tokens": 12, "ignore_eos": True, **talk})
     planned(world)
     assert world.state_of(runs) == "running"
@@ -180,7 +180,7 @@ def test_it_begins_where_nobody_runs_whose_end_could_make_room(monkeypatch: pyte
     waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
     assert begun(world, waits) == []
     world.cancel(world.admitted[-1])
-    assert not world.scheduler._running.tracks and begun(world, waits) == [waits]
+    assert not world.scheduler.running.requests and begun(world, waits) == [waits]
     world.close()
 
 
@@ -228,7 +228,7 @@ def test_what_was_answered_when_nobody_is_left_says_nothing_about_going_on(
     for _ in range(9):
         world.submit(B, 2, ignore_eos=True)
         world.finish()
-    assert world.scheduler._conversations._going_on == 1.0
+    assert world.scheduler.admission.conversations._going_on == 1.0
     world.close()
 
 
@@ -236,9 +236,9 @@ def test_short_requests_say_nothing_about_going_on(monkeypatch: pytest.MonkeyPat
     world = answered(monkeypatch, 1000)
     for _ in range(9):
         world.submit([3, 3, 3], 1, ignore_eos=True)
-    assert world.scheduler._conversations._going_on == 1.0
+    assert world.scheduler.admission.conversations._going_on == 1.0
     world.submit(C, 1, ignore_eos=True)
-    assert world.scheduler._conversations._going_on < 1.0
+    assert world.scheduler.admission.conversations._going_on < 1.0
     world.finish()
     world.close()
 
@@ -296,15 +296,15 @@ def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_late = 0
-    begins_later = Scheduler._begins_later
+    need_room = Conversations.need_room
 
-    def counted(self: Scheduler, track: Any) -> bool:
+    def counted(self: Conversations, *args: Any) -> bool:
         nonlocal num_late
-        late = begins_later(self, track)
+        late = need_room(self, *args)
         num_late += late
         return late
 
-    monkeypatch.setattr(Scheduler, "_begins_later", counted)
+    monkeypatch.setattr(Conversations, "need_room", counted)
     seen = sum((crowd(seed) for seed in range(24)), Counter[str]())
     assert num_late > 20 and seen["overtakes"] > 10
 
@@ -317,11 +317,9 @@ def test_a_plan_looks_at_one_of_many_that_would_begin(monkeypatch: pytest.Monkey
         while len(world.in_flight) > 1:
             world.commit()
     looked: list[str] = []
-    match = scheduler_module.find_match
+    find = OnDevice.find
     monkeypatch.setattr(
-        scheduler_module,
-        "find_match",
-        lambda track, *args: looked.append(track.request.id) or match(track, *args),
+        OnDevice, "find", lambda self, waiting: looked.append(waiting.request.id) or find(self, waiting)
     )
     other = world.submit([*C[:12], 1], 1)
     assert begun(world, *ids, other) == [other] and len(looked) <= 7, (

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import KvSource
+from penstock.engine.scheduling.deep import Deep
+from penstock.engine.scheduling.stages import Life, State
 from penstock.errors import TransferFailed
 from penstock.kv.tiers import loads as loads_module
 from tests.pure.engine.scheduling.scheduler_cases import shape, source_of, tiers_of
@@ -73,9 +74,9 @@ def test_a_block_that_cannot_be_read_is_asked_for_a_few_times_and_computed(bad: 
 
 def test_one_that_fits_on_the_device_to_its_last_block_is_not_deep() -> None:
     world = World(num_slots=12, prefill_chunk=8, cold=Cold(40), num_resident=8)
-    most = world.scheduler.deep_blocks * BLOCK
+    most = world.budget.deep_blocks * BLOCK
     fits, deep = (world.submit(LONG[:num], 1) for num in (most, most + 1))
-    assert [world.scheduler._tracks[one].is_deep for one in (fits, deep)] == [False, True]
+    assert [isinstance(world.scheduler.lives[one].placement, Deep) for one in (fits, deep)] == [False, True]
     world.finish()
     world.close()
 
@@ -109,9 +110,9 @@ def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_
     assert world.seen["step that reads host memory"]
 
 
-def lending() -> tuple[World, str, str, Track]:
+def lending() -> tuple[World, str, str, Life]:
     """A deep request that has paged out what another one has on the device, that other one, one besides, and
-    the deep one's track."""
+    the deep one."""
     world = World(num_slots=18, prefill_chunk=8, cold=Cold(60), num_resident=8)
     other = world.submit(LONG[:20], 11, ignore_eos=True)
     while world.state_of(other) != "running" or len(world.asked[other].got) < 1:
@@ -120,37 +121,37 @@ def lending() -> tuple[World, str, str, Track]:
     deep = world.submit(LONG, 2, ignore_eos=True)
     filler = world.submit([6] * 4, 25, ignore_eos=True)  # and there is no room besides
     world.plan()  # before anything is copied to host memory: it begins with what the device has
-    track = world.scheduler._tracks[deep]
-    assert track.num_resident == 20
+    life = world.scheduler.lives[deep]
+    assert life.running is not None and life.running.num_resident == 20
     for _ in range(20):
         world.step()
-        if track.num_lent:
+        if world.num_lent(deep):
             break
-    return world, other, filler, track
+    return world, other, filler, life
 
 
 def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() -> None:
-    world, other, filler, track = lending()
-    lent = track.num_lent
+    world, other, filler, life = lending()
+    lent = world.num_lent(life.request.id)
     world.step()
-    assert track.num_lent >= lent > 0 and world.state_of(other) == "running", (
+    assert world.num_lent(life.request.id) >= lent > 0 and world.state_of(other) == "running", (
         "what could be drawn is promised to others"
     )
     world.cancel(other)
     world.step()
-    assert track.num_lent == 0
+    assert world.num_lent(life.request.id) == 0
     world.cancel(filler)
     world.close()
 
 
 def test_one_that_has_to_leave_has_lent_nothing_any_more() -> None:
-    world, other, filler, track = lending()
-    while not any(chunk.request_id == track.request.id for plan in world.in_flight for chunk in plan.chunks):
+    world, other, filler, life = lending()
+    while not any(chunk.request_id == life.request.id for plan in world.in_flight for chunk in plan.chunks):
         world.plan()
-    assert track.num_lent > 0
-    while track.state is State.RUNNING:
+    assert world.num_lent(life.request.id) > 0
+    while life.state is State.RUNNING:
         world.commit(TransferFailed("a piece did not arrive"))
-    assert track.state is State.RETRACTED and track.num_lent == 0
+    assert life.state is State.RETRACTED and world.num_lent(life.request.id) == 0
     world.scheduler.check()
     world.cancel(other)
     world.cancel(filler)
@@ -230,7 +231,8 @@ def test_one_that_waits_for_another_to_leave_host_memory_is_read_then(num_host: 
         world.step()
     second = world.submit([*other, 1], 2, ignore_eos=True)
     world.plan()
-    fetch = world.scheduler._tracks[second].prefetch
+    waiting = world.scheduler.lives[second].waiting
+    fetch = None if waiting is None else waiting.prefetch
     assert fetch is not None and world.state_of(first) == "running"
     if meanwhile == "reads end":
         world.cache.loads.end_fetches(keeps=False)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from penstock.engine.scheduling.track import State, Track
 
 from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Echo, Fence, FenceId, Request, SamplingParams, Start
+from penstock.engine.scheduling.stages import State, Track
 from penstock.engine.scheduling.steps import Draft, Share, Steps, missed_by
 from penstock.errors import InvariantBroken
 

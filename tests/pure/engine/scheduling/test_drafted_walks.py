@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from penstock.engine.scheduling.track import Track
 
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
@@ -30,6 +29,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.stages import Track
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
@@ -331,8 +331,8 @@ def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
     plan = world.scheduler.plan()
     assert plan is not None
     world.scheduler.launched(Passed(plan.number))
-    (track,) = world.scheduler._tracks.values()
-    world.scheduler._retract(track)
+    (track,) = world.scheduler.lives.values()
+    world.scheduler.retract(track)
     kept = track.lease = Kept()  # type: ignore[assignment]
     assert (
         world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True)))
@@ -353,7 +353,7 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
     )
     world.said["r"] = Said(request, [n % 50 for n in range(40)])
     world.scheduler.add(request)
-    (track,) = world.scheduler._tracks.values()
+    (track,) = world.scheduler.lives.values()
     saved, retract = list[int](), BlockTable.retract
     monkeypatch.setattr(
         BlockTable,
@@ -366,7 +366,7 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
             assert plan is not None
             world.launched.append((plan, world.run(plan)))
             world.scheduler.launched(Passed(plan.number))
-        world.scheduler._retract(track)
+        world.scheduler.retract(track)
     assert saved == [16, 8]
     world.finish()
 
@@ -497,7 +497,7 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     plans, sealed = list[StepPlan](), list[int]()
     run, commit = world.run, world.scheduler.commit
     world.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[method-assign, func-returns-value]
-    [track] = world.scheduler._tracks.values()
+    [track] = world.scheduler.lives.values()
     world.scheduler.commit = lambda result: (commit(result), sealed.append(track.num_sealed))[0]  # type: ignore[method-assign, func-returns-value]
     world.finish()
     assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], (
@@ -523,7 +523,7 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_
     world.scheduler.add(request)
     plans, seen = list[StepPlan](), list[tuple[int, int]]()
     run, commit = world.run, world.scheduler.commit
-    [track] = world.scheduler._tracks.values()
+    [track] = world.scheduler.lives.values()
 
     def note(plan: StepPlan) -> Any:
         plans.append(plan)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from penstock.engine.scheduling.track import Track
 
-from penstock.contract import Chunk, FinishReason, Match, Request, SamplingParams
-from penstock.engine.scheduling.line import is_pending
-from penstock.engine.scheduling.scheduler import _LOOK_AHEAD
-from penstock.engine.scheduling.steps import Draft
+from penstock.contract import Chunk, FinishReason
+from penstock.engine.scheduling.admission import _LOOK_AHEAD
+from penstock.engine.scheduling.steps import NextStep
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from tests.pure.engine.scheduling.scheduler_world import World
+from tests.pure.engine.scheduling.staged import life_of, waiting_of
 
 
 @pytest.mark.parametrize("num_waiting", [1, _LOOK_AHEAD - 1, _LOOK_AHEAD, _LOOK_AHEAD + 1])
@@ -112,21 +111,6 @@ def test_a_request_waits_while_its_first_step_has_no_room_however_much_may_be_pr
     assert world.outcome(second)[1] is FinishReason.LENGTH
 
 
-def test_where_a_load_ends_short_what_lies_before_it_on_the_device_stays_cached() -> None:
-    prompt = list(range(20))
-    track = Track(Request("r", prompt, SamplingParams(max_tokens=3)), 1, None, tokens=list(prompt))
-    track.begin(Match(num_blocks=2, num_idle=0, pending=False, num_colder=2), block_tokens=4)
-    assert (track.num_resident, track.num_cached, track.num_planned) == (8, 16, 16)
-    for num_landed, num_cached in ((1, 12), (0, 8)):
-        track.compute_rest(num_landed, block_tokens=4)
-        assert (track.num_cached, track.num_planned, track.num_committed, track.computes) == (
-            num_cached,
-            num_cached,
-            num_cached,
-            True,
-        )
-
-
 @pytest.mark.parametrize("when", ["waiting", "running"])
 def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_nowhere(when: str) -> None:
     world = World(num_slots=8, max_batch=1)
@@ -145,11 +129,11 @@ def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_now
 
 
 def test_a_request_that_leaves_before_a_step_is_launched_takes_no_part_in_it() -> None:
-    draft, no_slots = Draft(), np.empty(0, np.int32)
+    step, no_slots = NextStep(), np.empty(0, np.int32)
     chunks = {name: Chunk(name, 0, 0, (1,), no_slots, True, 1) for name in ("stays", "leaves")}
-    draft.decodes, draft.prefills = list(chunks.values()), list(chunks.values())
-    draft.drop(Track(Request("leaves", [1], SamplingParams(max_tokens=1)), 1, None))
-    assert draft.decodes == draft.prefills == [chunks["stays"]]
+    step.decodes, step.prefills = list(chunks.values()), list(chunks.values())
+    step.drop("leaves")
+    assert step.decodes == step.prefills == [chunks["stays"]]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +145,8 @@ def test_keys_are_extended_with_every_block_that_was_generated(num_generated: in
     prompt = A[:8]
     prefix = world.cache.prefix_of(prompt)
     assert prefix is not None and len(prefix.keys) == 2
-    request = Request("r", prompt, SamplingParams(max_tokens=20), prefix)
-    track = Track(request, 1, prefix, tokens=[*prompt, *[3] * num_generated])
-    is_pending(track, world.cache)
-    assert track.prefix is not None and len(track.prefix.keys) == 2 + num_generated // 4
-    assert (track.prefix is not prefix) == extended and tuple(track.prefix.keys[:2]) == tuple(prefix.keys)
+    life = life_of(prompt, 20, prefix=prefix)
+    life.tokens += [3] * num_generated
+    world.scheduler.admission.is_pending(waiting_of(life))
+    assert life.prefix is not None and len(life.prefix.keys) == 2 + num_generated // 4
+    assert (life.prefix is not prefix) == extended and tuple(life.prefix.keys[:2]) == tuple(prefix.keys)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from penstock.engine.scheduling.track import Track
 
-from penstock.contract import FinishReason, Request, Sampled, SamplingParams
+from penstock.contract import FinishReason, Sampled
 from penstock.engine.scheduling.events import Events, SchedulerCounts
+from tests.pure.engine.scheduling.staged import life_of
 
 STOP = 99
 
@@ -30,13 +30,8 @@ def test_accepted_are_the_drafts_that_an_answer_has(
     """The token that ends it may be one of them; those behind it were chosen by the model, too, and nobody
     gets them."""
     counts = SchedulerCounts()
-    track = Track(
-        Request("r", [7], SamplingParams(max_tokens=4 if finish is FinishReason.LENGTH else 9)),
-        1,
-        None,
-        tokens=[7],
-    )
-    event = Events((STOP,), counts).of_tokens(track, Sampled("r", sampled), num_drafts=5)
+    life = life_of([7], 4 if finish is FinishReason.LENGTH else 9)
+    event = Events((STOP,), counts).of_tokens(life, Sampled("r", sampled), num_drafts=5)
     assert (event.tokens, event.drafted, event.accepted, event.finish) == (kept, 5, num_accepted, finish)
     assert (
         counts.accepted_by_place == [1] * num_accepted + [0] * (5 - num_accepted)

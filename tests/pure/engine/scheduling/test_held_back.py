@@ -56,7 +56,7 @@ def test_nobody_goes_on_with_a_prompt_without_a_full_block_however_long_its_answ
     world, _ = two_that_run(monkeypatch)
     short = world.submit([3, 3, 3], 9, ignore_eos=True)
     answer(world, short)
-    assert short not in {one.track.request.id for one in world.scheduler._conversations._kept}
+    assert short not in {one.life.request.id for one in world.scheduler.admission.conversations._kept}
     world.submit(B, 1)
     world.finish()
     world.close()
@@ -110,8 +110,8 @@ def test_a_step_that_computes_a_prompt_ends_the_grace(monkeypatch: pytest.Monkey
     other = world.submit(B, 1)
     answer(world, talk)
     here = world.submit([*C[:8], 1, 2, 3], 1, priority=-1)
-    assert world.scheduler._conversations._grace > 1 and not is_held_back(world, here)
-    assert other in world.in_line() and world.scheduler._conversations._grace == 0
+    assert world.scheduler.admission.conversations._grace > 1 and not is_held_back(world, here)
+    assert other in world.in_line() and world.scheduler.admission.conversations._grace == 0
     world.close()
 
 

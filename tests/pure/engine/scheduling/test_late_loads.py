@@ -20,7 +20,7 @@ def test_one_that_had_waited_too_long_for_a_load_asks_for_no_other(lands: bool) 
     assert world.plan() is None and world.state_of(late) == "waiting", (
         "half of the device is still being loaded into"
     )
-    assert world.scheduler._tracks[late].load is None
+    assert world.scheduler.lives[late].running is None
     tiers_of(world).promotions.fail_next = 0 if lands else 1
     world.close()
     assert world.seen["promotion"] == 1
@@ -67,7 +67,8 @@ def test_one_that_was_pushed_out_before_it_waited_too_long_computes_as_well() ->
     world, second = pushed_out()
     tiers_of(world).make_late()
     world.plan()
-    assert world.scheduler._tracks[second].computes and world.scheduler._tracks[second].lease is None
+    life = world.scheduler.lives[second]
+    assert life.computes and (life.waiting is None or life.waiting.lease is None)
     world.close()
     assert world.scheduler.counts.retractions == 1, "it left of its own accord the second time"
 

@@ -4,17 +4,19 @@ them meanwhile."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.engine.scheduling.track import State, Track
 
-from penstock.contract import MAX_PRIORITY, Request, SamplingParams
+from penstock.contract import MAX_PRIORITY
 from penstock.engine import sessions
 from penstock.engine.scheduling import running
 from penstock.engine.scheduling.line import _NEW_TOKENS, Line, want_rank
+from penstock.engine.scheduling.stages import State, WaitingRequest
+from tests.pure.engine.scheduling.staged import life_of
 
 
 class Ops(NamedTuple):
@@ -49,29 +51,24 @@ class Crowd:
     def __init__(self, bound_s: float) -> None:
         self.bound_s = bound_s
         self.line = Line(bound_s)
-        self.waiting: list[Track] = []
-        self.running: list[Track] = []
+        self.waiting: list[WaitingRequest] = []
+        self.running: list[WaitingRequest] = []
         self.now_s = 1000.0
         self.num_orders = 0
 
-    def add(self, late_s: float = 0.0, priority: int = 0) -> Track:
+    def add(self, late_s: float = 0.0, priority: int = 0) -> WaitingRequest:
         """`late_s`: how long the request was on its way from where its arrival was noted. Others may have
         come in between."""
         self.num_orders += 1
-        request = Request(
-            f"r{self.num_orders}",
-            [1],
-            SamplingParams(max_tokens=1),
-            None,
-            self.now_s - late_s,
-            priority=priority,
-        )
-        track = Track(request, self.num_orders, None)
+        life = life_of([1], 1, name=f"r{self.num_orders}")
+        life.request = replace(life.request, arrival_s=self.now_s - late_s, priority=priority)
+        life.order, life.tokens = self.num_orders, []
+        track = WaitingRequest(life)
         self.line.add(track)
         self.waiting.append(track)
         return track
 
-    def admit(self) -> Track | None:
+    def admit(self) -> WaitingRequest | None:
         """Whoever is next, and nobody in line has more right to it."""
         track = next(iter(self.line), None)
         assert (track is None) == (not self.waiting)
@@ -93,14 +90,14 @@ class Crowd:
         self.running.append(track)
         return track
 
-    def leave(self, track: Track, state: State) -> None:
+    def leave(self, track: WaitingRequest, state: State) -> None:
         self.line.remove(track)
         self.waiting.remove(track)
-        track.move(state)
+        track.life.move(state)
 
-    def retract(self, track: Track) -> None:
+    def retract(self, track: WaitingRequest) -> None:
         self.running.remove(track)
-        track.move(State.RETRACTED)
+        track.life.move(State.RETRACTED)
         self.line.add(track)
         self.waiting.append(track)
 
@@ -127,11 +124,11 @@ class Crowd:
         assert len(tracks) == len(self.line) and set(tracks) == set(self.waiting), (
             "everybody in line is in it once"
         )
-        assert self.line.num_retracted == sum(track.state is State.RETRACTED for track in self.waiting)
+        assert self.line.num_retracted == sum(track.is_retracted for track in self.waiting)
 
 
-def _arrival(track: Track) -> tuple[float, int]:
-    return track.request.arrival_s, track.order
+def _arrival(track: WaitingRequest) -> tuple[float, int]:
+    return track.request.arrival_s, track.life.order
 
 
 @settings(deadline=None, max_examples=300)
@@ -257,7 +254,7 @@ def test_whoever_finds_something_and_whoever_is_short_passes_one_that_begins_lat
     crowd = Crowd(60.0)
     tracks = {name: crowd.add() for name in ("long", "short", "longer", "known", "far", "too far")}
     for name, num_tokens in (("long", 9), ("longer", 10)):
-        tracks[name].tokens = [1] * num_tokens
+        tracks[name].life.tokens = [1] * num_tokens
     for name, start_s in (("long", 1.0), ("short", 0.02), ("longer", 1.0), ("far", 0.01), ("too far", 0.0)):
         crowd.line.rank(tracks[name], start_s, 0.0)
     crowd.line.rank(tracks["known"], 0.05, 1.0)
@@ -320,7 +317,7 @@ def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() 
     crowd = Crowd(60.0)
     tracks = [crowd.add() for _ in range(3)]
     for track in tracks:
-        track.tokens = [1] * _NEW_TOKENS
+        track.life.tokens = [1] * _NEW_TOKENS
     looked = [crowd.line.look_again(4) for _ in range(3)]
     assert [len(some) for some in looked] == [1, 1, 1] and {
         track for some in looked for track in some
@@ -329,7 +326,7 @@ def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() 
         track.want = Wanted()
     assert len(crowd.line.look_again(4)) == 3
     for track in tracks:
-        track.want, track.tokens = None, [1] * 100
+        track.want, track.life.tokens = None, [1] * 100
     assert len(crowd.line.look_again(4)) == 3
 
 
@@ -341,8 +338,8 @@ def test_whatever_its_priority_what_one_in_line_wants_stays_behind_that_of_the_n
     waits = Crowd(60.0).add(priority=priority)
     latest_s, longest_s = 1e9, 3600.0
     assert (
-        want_rank(waits) > running._NEXT_RANK
-        and want_rank(waits, latest_s + longest_s) < sessions._RANK_STEP - latest_s
+        want_rank(waits.request, waits.rank) > running._NEXT_RANK
+        and want_rank(waits.request, latest_s + longest_s) < sessions._RANK_STEP - latest_s
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from penstock.engine.scheduling.track import State, Track
 
-from penstock.contract import KvSource, Match, Request, Sampled, SamplingParams
+from penstock.contract import KvSource, Match, Sampled
 from penstock.engine.scheduling.events import Events, SchedulerCounts
+from penstock.engine.scheduling.stages import begin
 from tests.pure.engine.scheduling.scheduler_cases import A, B
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World
+from tests.pure.engine.scheduling.staged import BLOCK, NoTable, life_of, waiting_of
 
 
 def test_colder_tiers_are_asked_once_in_each_life() -> None:
@@ -46,28 +47,25 @@ def test_what_a_request_has_is_saved_for_its_next_life_where_that_can_use_it(sco
         world.plan()
         if len(world.in_flight) > 1:
             world.commit()
-    assert (world.scheduler._tracks[pushed].lease is None) == scored
+    waiting = world.scheduler.lives[pushed].waiting
+    assert waiting is not None and (waiting.lease is None) == scored
     world.close()
 
 
 def sources(*lives: int) -> KvSource:
     """Of a prompt of four blocks, which finds so many on the device in each of its lives and is pushed out
     inside its prompt."""
-    prompt = list(range(64))
-    track = Track(Request("r", prompt, SamplingParams(max_tokens=3)), 1, None, tokens=list(prompt))
+    life = life_of(range(4 * BLOCK))
     for num_blocks in lives:
-        track.begin(Match(num_blocks, 0, False), 16)
-        track.state = State.RUNNING
-        track.ran = True
-        track.move(State.RETRACTED)
-        track.start_over()
-    event = Events((), SchedulerCounts()).of_tokens(track, Sampled("r", (7,)))
+        begin(waiting_of(life), 0, NoTable(), Match(num_blocks, 0, False), BLOCK)  # type: ignore[arg-type]
+        life.ran = True
+    event = Events((), SchedulerCounts()).of_tokens(life, Sampled("r", (7,)))
     assert event.source is not None
     return event.source
 
 
 def test_what_is_found_no_more_was_computed_and_what_is_found_later_was_its_own() -> None:
-    assert sources(3) == KvSource(device=48, computed=16)
-    assert sources(3, 1) == KvSource(device=16, computed=48)
-    assert sources(1, 3) == KvSource(device=16, computed=48)
-    assert sources(2, 0, 2) == KvSource(computed=64)
+    assert sources(3) == KvSource(device=12, computed=4)
+    assert sources(3, 1) == KvSource(device=4, computed=12)
+    assert sources(1, 3) == KvSource(device=4, computed=12)
+    assert sources(2, 0, 2) == KvSource(computed=16)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from penstock.engine.scheduling.track import Track
 
 from penstock.contract import Match
+from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling import conversations
-from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.running import Running
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.stages import WaitingRequest
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
@@ -130,7 +130,7 @@ def test_whoever_is_next_is_matched_as_things_are_then_and_lets_others_pass_wher
     world = busy(A[:8])
     dear, cheap = world.submit(B, 1), later(world, 1.0, [*A[:8], 1], 1)
     world.plan()
-    world.scheduler._line.look_again = lambda most: []  # type: ignore[method-assign]
+    world.scheduler.admission.line.look_again = lambda most: []  # type: ignore[method-assign]
     world.cache.reset(["device", "host"])
     assert world.in_line() == [cheap, dear], "nobody has looked"
     assert order_of(world) == [dear, cheap]
@@ -181,11 +181,12 @@ def test_alone_in_line_a_request_that_others_memory_would_have_to_go_for_makes_r
 
 def test_all_in_line_are_looked_at_within_a_few_plans() -> None:
     world = busy(A, B)
-    ids = [world.submit([*(A, B)[number % 2][:8], number % 5, 1], 1) for number in range(10)]
+    for number in range(10):
+        world.submit([*(A, B)[number % 2][:8], number % 5, 1], 1)
     looked: list[set[str]] = []
     for _ in range(3):
         world.plan()
-        looked.append({i for i in ids if world.scheduler._tracks[i].want is not None})
+        looked.append({one.request.id for one in world.scheduler.admission.line if one.want is not None})
     assert [len(some) for some in looked] == [4, 8, 10], "four in a plan"
     order_of(world)
     world.close()
@@ -197,11 +198,11 @@ def loses_what_was_found(world: World, monkeypatch: pytest.MonkeyPatch) -> list[
     lost: list[str] = []
     fits = Running.fits
 
-    def faulty(self: Running, track: Track, match: Match) -> bool:
+    def faulty(self: Running, waiting: WaitingRequest, match: Match) -> bool:
         if match.num_colder and not lost:
-            lost.append(track.request.id)
+            lost.append(waiting.request.id)
             assert tiers_of(world).host.reset() > 0
-        return fits(self, track, match)
+        return fits(self, waiting, match)
 
     monkeypatch.setattr(Running, "fits", faulty)
     return lost
@@ -225,11 +226,11 @@ def test_a_request_whose_blocks_go_between_its_match_and_its_admission_is_matche
 def test_behind_those_that_wait_for_a_prefix_others_go_ahead_and_a_plan_looks_at_a_few_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_LOOK_AHEAD", 3)
+    monkeypatch.setattr(admission_module, "_LOOK_AHEAD", 3)
     tried: list[str] = []
-    try_match = Scheduler._try_match
+    try_match = Admission._try_match
     monkeypatch.setattr(
-        Scheduler, "_try_match", lambda self, track: tried.append(track.request.id) or try_match(self, track)
+        Admission, "_try_match", lambda self, one: tried.append(one.request.id) or try_match(self, one)
     )
     for num_waiting, goes_ahead in ((2, True), (3, False), (9, False)):
         world = World(num_slots=16, max_batch=4, prefill_chunk=64)
@@ -289,7 +290,7 @@ def test_what_a_request_in_line_wants_is_wanted_until_it_leaves_the_line(
     ends(world, waits)
     assert num_wants(world) == (0, 0)
     world.check()
-    for request_id in list(world.scheduler._tracks):
+    for request_id in list(world.scheduler.lives):
         world.cancel(request_id)
     world.close()
 
@@ -329,7 +330,7 @@ def test_blocks_that_were_lost_and_came_back_between_two_looks_are_wanted_again(
     world = busy(A[:8])
     waits = world.submit([*A[:8], 1], 1)
     world.plan()
-    pool, line = world.cache.pool, world.scheduler._line
+    pool, line = world.cache.pool, world.scheduler.admission.line
     num_wanted = pool.num_available - pool.num_unwanted
     assert num_wanted == 2
     line.look_again = lambda most: []  # type: ignore[method-assign]

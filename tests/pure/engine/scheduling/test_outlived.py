@@ -7,9 +7,9 @@ import random
 from collections import Counter
 
 import pytest
-from penstock.engine.scheduling.track import State
 
 from penstock.engine.scheduling.budget import blocks_for
+from penstock.engine.scheduling.stages import State
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
@@ -31,7 +31,7 @@ def ask(world: World, prompt: list[int], max_tokens: int, priority: int = 0) -> 
 
 
 def num_retractions(world: World) -> Counter[str]:
-    return Counter(request_id for request_id, state in world.scheduler.lives if state is State.RETRACTED)
+    return Counter(request_id for request_id, state in world.moves if state is State.RETRACTED)
 
 
 def states(world: World, *request_ids: str) -> list[str]:
@@ -96,8 +96,8 @@ def test_one_that_was_pushed_out_comes_back_when_there_is_room_for_twice_what_it
     num_written = len(world.asked[pushed_out].got) + world.samples_in_flight(pushed_out)
     while world.state_of(pushed_out) == "retracted":
         assert world.step()
-    track = world.scheduler._tracks[pushed_out]
-    assert track.promised >= blocks_for(4 + min(24, 2 * num_written) - 1, BLOCK)
+    running = world.scheduler.running.requests[pushed_out]
+    assert running.promised >= blocks_for(4 + min(24, 2 * num_written) - 1, BLOCK)
     world.close()
 
 
@@ -116,10 +116,10 @@ def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed
             world.step()
     written: dict[str, int] = {}
     while world.scheduler.has_work():
-        num_seen = len(world.scheduler.lives)
+        num_seen = len(world.moves)
         world.step()
         world.check()
-        for request_id, state in world.scheduler.lives[num_seen:]:
+        for request_id, state in world.moves[num_seen:]:
             if state is State.RETRACTED:
                 num_written = len(world.asked[request_id].got) + world.samples_in_flight(request_id)
                 assert num_written >= 2 * written.get(request_id, 0), f"{request_id} left too soon"
@@ -135,7 +135,7 @@ def test_one_that_was_pushed_out_is_not_starved_by_those_that_keep_coming(num_ho
     first = ask(world, A[:4], 36)
     num_turns = 0
     while world.state_of(first) != "ended":
-        if len(world.scheduler._tracks) < 6:
+        if len(world.scheduler.lives) < 6:
             ask(world, [*B[: 1 + num_turns % 7], *C[:3]], 20)
         assert world.step()
         world.check()

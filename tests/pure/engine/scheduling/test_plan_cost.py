@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult
-from penstock.engine.scheduling import scheduler as scheduler_module
+from penstock.engine.scheduling import steps as steps_module
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.blocks import key as key_module
@@ -75,7 +75,7 @@ class Counted:
         return request.id
 
     def plan(self) -> StepPlan:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan().plan
         assert plan is not None
         self.scheduler.launched(PassedFence())
         return plan
@@ -177,10 +177,10 @@ def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(
     monkeypatch.setattr(
         key_module, "_token_bytes", lambda tokens: hashed.append(len(tokens)) or token_bytes(tokens)
     )
-    track = world.scheduler._tracks["r0"]
-    world.scheduler._retract(track)
+    life = world.scheduler.lives["r0"]
+    world.scheduler.retract(world.scheduler.running.requests["r0"])
     plan = world.plan()
-    assert track.prefix is not None and track.prefix.keys == world.cache.prefix_of(track.tokens).keys
+    assert life.prefix is not None and life.prefix.keys == world.cache.prefix_of(life.tokens).keys
     assert plan.chunks[0].start == 2_008, "all of its full blocks were there"
     assert hashed[0] <= 10, "what it has generated, and not its prompt again"
 
@@ -199,7 +199,7 @@ def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() ->
     ]
     for _ in range(100):
         world.commit(world.plan())
-    assert all(world.scheduler._tracks[i].want is not None for i in ids)
+    assert {one.request.id for one in world.scheduler.admission.line if one.want is not None} == set(ids)
     for _ in range(120):
         assert world.num_lookups_of() <= 20, "four are looked at, a few times each"
     assert world.pool.evict(3) == 3
@@ -208,7 +208,7 @@ def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() ->
     )
     world.scheduler.cancel(running)
     assert world.num_lookups_of() <= 30, "and whoever is admitted"
-    assert world.scheduler._running.tracks
+    assert world.scheduler.running.requests
 
 
 class Sealing:
@@ -226,7 +226,7 @@ class Sealing:
                 self.by_commit[-1].append(table.owner)
 
         monkeypatch.setattr(BlockTable, "seal", seal)
-        monkeypatch.setattr(scheduler_module, "_SEALS_AT_ONCE", 1)
+        monkeypatch.setattr(steps_module, "_SEALS_AT_ONCE", 1)
         self.ids = [
             self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens)
             for number in range(8)
@@ -258,7 +258,7 @@ def test_a_request_that_ends_before_its_turn_has_its_blocks_found_all_the_same(
     sealing = Sealing(monkeypatch, max_tokens=2)
     sealing.run(2)  # the block of four is full in the step that ends them all
     assert sorted(sealing.by_commit[-1]) == sorted(sealing.ids) and not sealing.world.scheduler.has_work()
-    assert sealing.world.scheduler._unsealed == {}
+    assert sealing.world.scheduler._sealing._unsealed == {}
 
 
 def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_the_same(

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from penstock.engine.scheduling.track import Track
 
-from penstock.contract import KvSource
-from penstock.engine.scheduling import line
+from penstock.contract import KvSource, Prefetch
+from penstock.engine.scheduling import admission
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
@@ -42,12 +41,13 @@ def line_of(world: World, *prompts: list[int]) -> list[str]:
     return requests
 
 
-def track_of(world: World, request_id: str) -> Track:
-    return world.scheduler._tracks[request_id]
+def prefetch_of(world: World, request_id: str) -> Prefetch | None:
+    waiting = world.scheduler.lives[request_id].waiting
+    return None if waiting is None else waiting.prefetch
 
 
 def fetch_of(world: World, request_id: str) -> Fetch:
-    fetch = track_of(world, request_id).prefetch
+    fetch = prefetch_of(world, request_id)
     assert isinstance(fetch, Fetch)
     return fetch
 
@@ -85,7 +85,7 @@ def test_a_request_that_starts_at_once_reads_nothing_ahead() -> None:
     world = forgotten("ssd")
     request = world.submit([*A, 1], 2, ignore_eos=True)
     world.plan()
-    assert isinstance(world.asked[request].load, BlockLoad) and track_of(world, request).prefetch is None
+    assert isinstance(world.asked[request].load, BlockLoad) and prefetch_of(world, request) is None
     world.finish()
     world.close()
 
@@ -101,7 +101,7 @@ def test_a_request_that_starts_while_it_is_read_for_takes_over(turns: int) -> No
     world.settle()
     world.cancel(running)
     world.plan()
-    assert world.state_of(waiting) == "loading" and track_of(world, waiting).prefetch is None and fetch.ended
+    assert world.state_of(waiting) == "loading" and prefetch_of(world, waiting) is None and fetch.ended
     world.finish()
     assert set(reads.values()) == {1} and len(reads) == 4, "nothing is read twice"
     source = source_of(world, waiting)
@@ -142,7 +142,7 @@ def test_each_request_is_looked_at_once() -> None:
 
 
 def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "_PREFETCHED", 2)
+    monkeypatch.setattr(admission, "_PREFETCHED", 2)
     world = forgotten("ssd", max_batch=1, num_host=96)
     prompts = [[number] * 16 for number in (1, 2, 3)]
     for prompt in prompts:
@@ -150,21 +150,21 @@ def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: p
         world.finish()
     world.cache.reset(["device", "host"])
     requests = line_of(world, B, *prompts)
-    assert [track_of(world, request).prefetch is not None for request in requests] == [
+    assert [prefetch_of(world, request) is not None for request in requests] == [
         False,
         True,
         False,
         False,
     ]
     world.plan()
-    assert [track_of(world, request).prefetch is not None for request in requests] == [
+    assert [prefetch_of(world, request) is not None for request in requests] == [
         False,
         True,
         True,
         False,
     ]
     world.plan()
-    assert [track_of(world, request).prefetch is not None for request in requests] == [
+    assert [prefetch_of(world, request) is not None for request in requests] == [
         False,
         True,
         True,
@@ -178,7 +178,7 @@ def test_while_as_much_is_read_as_may_be_nobody_is_looked_at(monkeypatch: pytest
     full = True
     monkeypatch.setattr(type(world.cache), "may_prefetch", property(lambda self: not full))
     _, waiting = line_of(world, B, [*A, 1])
-    assert track_of(world, waiting).prefetch is None and track_of(world, waiting).may_prefetch, (
+    assert prefetch_of(world, waiting) is None and world.scheduler.lives[waiting].waiting.may_prefetch, (
         "its turn comes"
     )
     full = False
@@ -192,7 +192,7 @@ def test_those_that_cannot_use_it_have_nothing_read() -> None:
     world.submit(B, 3, ignore_eos=True)
     echo = world.submit([*A, 1], 2, prompt_logprobs=0)
     planned(world)
-    assert track_of(world, echo).prefetch is None and tiers_of(world).stores["ssd"].calls.count("read") == 0
+    assert prefetch_of(world, echo) is None and tiers_of(world).stores["ssd"].calls.count("read") == 0
     world.close()
 
 
@@ -200,9 +200,9 @@ def test_a_request_that_relies_on_colder_tiers_no_more_has_nothing_read() -> Non
     world = forgotten("ssd", max_batch=1)
     world.submit(B, 3, ignore_eos=True)
     waiting = world.submit([*A, 1], 2, ignore_eos=True)
-    track_of(world, waiting).computes = True
+    world.scheduler.lives[waiting].computes = True
     planned(world)
-    assert track_of(world, waiting).prefetch is None
+    assert prefetch_of(world, waiting) is None
     world.close()
 
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from penstock.engine.scheduling.track import State, Track
 
 from penstock.config import KvConfig
-from penstock.contract import FetchedBlocks, KeptSums, Request, Residency, SamplingParams, Scoring
+from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring
 from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
+from penstock.engine.scheduling.deep import Deep
 from penstock.engine.scheduling.residency import (
     DECAY,
     FIRST_RECALL,
@@ -21,8 +21,9 @@ from penstock.engine.scheduling.residency import (
     ResidencyChoice,
     ResidentSet,
 )
-from penstock.engine.scheduling.steps import Draft
+from penstock.engine.scheduling.steps import NextStep
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
+from tests.pure.engine.scheduling.staged import life_of, running_of
 
 
 class FakeTable:
@@ -244,25 +245,20 @@ def test_others_that_score_leave_it_its_turn_later() -> None:
     assert found is not None and found.num_parts == 100
 
 
+class Scored(Deep):
+    """One that has its resident set already."""
+
+    def __init__(self, resident: ResidentSet) -> None:
+        self._resident = resident
+
+
 def test_one_that_is_only_summed_up_takes_nobodys_turn_to_score() -> None:
-    draft = Draft()
+    step = NextStep()
     for name, num in (("short", 20), ("long", 6400)):
-        request = Request(name, [1] * num, SamplingParams(max_tokens=4))
-        table, resident = FakeTable(-(-num // 16), 0), resident_set(num_exact=num)
-        draft.add(
-            Track(
-                request,
-                1,
-                None,
-                State.RUNNING,
-                list(request.prompt),
-                is_deep=True,
-                table=table,
-                resident=resident,
-            ),
-            num,
-        )
-    assert [chunk.scoring.num_parts for chunk in draft.chunks() if chunk.scoring is not None] == [0, 100]
+        life = life_of([1] * num, 4, name=name)
+        life.placement = Scored(resident_set(num_exact=num))
+        step.add(running_of(life, table=FakeTable(-(-num // 16), 0)), num)
+    assert [chunk.scoring.num_parts for chunk in step.chunks() if chunk.scoring is not None] == [0, 100]
 
 
 def test_a_context_without_a_whole_part_has_nothing_to_score() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.contract import Match, Request, SamplingParams
+from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling import running as running_module
-from penstock.engine.scheduling import scheduler as scheduler_module
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import STEMS
@@ -247,18 +247,18 @@ def test_who_is_next_keeps_more_than_who_was_next_before() -> None:
     world = full(num_host=24)
     world.submit(D, 1, ignore_eos=True)
     world.finish()  # the device has B and D, and is full
-    running, ledger = world.scheduler._running, world.cache
+    running, ledger = world.scheduler.running, world.cache
     tracks = []
     for prompt in (B, D):
         world.scheduler.add(
             Request(f"x{len(tracks)}", prompt, SamplingParams(max_tokens=1), ledger.prefix_of(prompt))
         )
-        tracks.append(world.scheduler._tracks[f"x{len(tracks)}"])
+        tracks.append(world.scheduler.lives[f"x{len(tracks)}"].waiting)
     for track in (tracks[0], tracks[1], tracks[1], tracks[0]):  # each was next once, the first one is so now
-        assert track.prefix is not None
-        track.want = ledger.want(track.prefix.keys, 0.0, track.want)
+        assert track is not None and track.life.prefix is not None
+        track.want = ledger.want(track.life.prefix.keys, 0.0, track.want)
         running.has_room(track, Match(4, 4, False))
-    assert ledger.pool.evict(4) == 4 and len(ledger.pool.find(tracks[0].prefix.keys)) == 4  # type: ignore[union-attr]
+    assert ledger.pool.evict(4) == 4 and len(ledger.pool.find(tracks[0].life.prefix.keys)) == 4  # type: ignore[union-attr]
     for track in tracks:
         world.scheduler.cancel(track.request.id)
     world.close()
@@ -286,15 +286,15 @@ def test_room_for_one_that_waits_for_others_to_end_is_looked_for_now_and_then(
     world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
     planned(world)
     world.submit(D, 8, ignore_eos=True)
-    looks, has_room = 0, world.scheduler._running.has_room
+    looks, has_room = 0, world.scheduler.running.has_room
 
     def counted(*given: Any) -> bool:
         nonlocal looks
         looks += 1
         return has_room(*given)
 
-    monkeypatch.setattr(scheduler_module, "_LOOK_FOR_ROOM", 3)
-    monkeypatch.setattr(world.scheduler._running, "has_room", counted)
+    monkeypatch.setattr(admission_module, "_LOOK_FOR_ROOM", 3)
+    monkeypatch.setattr(world.scheduler.running, "has_room", counted)
     for _ in range(9):
         world.commit()
         world.plan()

@@ -135,12 +135,12 @@ def test_an_id_can_be_used_again_while_a_step_of_its_former_owner_is_in_flight()
     world = World()
     sampling = SamplingParams(max_tokens=3)
     world.scheduler.add(Request("same", A[:4], sampling))
-    old = world.scheduler.plan()
+    old = world.scheduler.plan().plan
     assert old is not None and world.scheduler.cancel("same") is not None
     world.scheduler.add(Request("same", B[:4], sampling))
-    assert world.scheduler.plan() is not None
-    assert world.scheduler.commit(StepResult(old.number, (Sampled("same", (1,)),))) == []
-    events = world.scheduler.commit(StepResult(old.number + 1, (Sampled("same", (2,)),)))
+    assert world.scheduler.plan().plan is not None
+    assert world.scheduler.commit(StepResult(old.number, (Sampled("same", (1,)),))).events == []
+    events = world.scheduler.commit(StepResult(old.number + 1, (Sampled("same", (2,)),))).events
     assert [e.tokens for e in events] == [(2,)]
 
 
@@ -200,15 +200,15 @@ def test_a_result_without_the_token_it_should_have_is_refused() -> None:
 
 
 def _promise_too_much(scheduler: Scheduler) -> None:
-    scheduler._running._num_promised += 1
+    scheduler.running._promises.num += 1
 
 
 def _lose_a_row(scheduler: Scheduler) -> None:
-    scheduler._running.free_rows.pop()
+    scheduler.running.free_rows.pop()
 
 
 def _lend_a_row_twice(scheduler: Scheduler) -> None:
-    scheduler._running.free_rows.append(0)
+    scheduler.running.free_rows.append(0)
 
 
 @pytest.mark.parametrize("damage", [_promise_too_much, _lose_a_row, _lend_a_row_twice])

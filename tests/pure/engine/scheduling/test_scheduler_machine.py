@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ----------------------------------------------------------------------------------------------- requests
 
     def _submit(self, prompt: list[int], max_tokens: int, kind: dict[str, object]) -> None:
-        if len(self.world.scheduler._tracks) >= MAX_OPEN:
+        if len(self.world.scheduler.lives) >= MAX_OPEN:
             return
         room = self.world.cache.num_blocks * BLOCK
         self.world.submit(prompt[: room - max_tokens], max_tokens, **kind)
