@@ -413,8 +413,9 @@ class Engine:
                 slot = int(table.slots(1)[0])
                 self._parts.executor.warm(slot, self.max_model_len, progress)
                 if self._parts.speculation is not None:
-                    books = self._parts.speculation.books
-                    books.costs = self._parts.executor.measured_costs(slot, books.costs)
+                    self._parts.speculation.measure(
+                        lambda costs: self._parts.executor.measured_costs(slot, costs)
+                    )
         finally:
             table.release(self._parts.lanes[0].record())
 
@@ -551,12 +552,6 @@ class Engine:
             time.sleep(POLL_S)
             self._settle()
         events = self._parts.scheduler.commit(result)
-        if self._parts.speculation is not None:
-            decoded = self._pace.decoded
-            if decoded is None:
-                self._parts.speculation.step_had_prompts()
-            else:
-                self._parts.speculation.step_took(*decoded)
         if (masks := self._parts.executor.masks).answers:
             # their masks can be computed now
             masks.advance((event.request_id, event.tokens) for event in events)

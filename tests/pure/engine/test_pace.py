@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
-import pytest
 
 from penstock.contract import Chunk, Scoring, StepPlan
-from penstock.engine.pace import LEAST_TAU, Decoded, Pace, Prefill, ScoringCost
+from penstock.engine.pace import LEAST_TAU, Pace, Prefill, ScoringCost
 from penstock.engine.scheduling.residency import FIRST_TAU
 
 
@@ -94,52 +92,6 @@ def test_the_depth_of_several_prompts_is_that_of_their_tokens() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- decodes
-
-
-def test_a_step_that_does_not_only_decode_says_nothing_about_decodes() -> None:
-    """Also where the step before it did: that one's time is not told a second time."""
-    clock = Clock()
-    pace = Pace(clock)
-    taken(pace, clock, plan((50, 1), (60, 1)), 0.5)
-    assert pace.decoded == Decoded(2, 2, 0.5, 0)
-    taken(pace, clock, plan((50, 1), (0, 64)), 2.0)
-    assert pace.decoded is None
-    taken(pace, clock, plan((51, 1)), 0.25)
-    assert pace.decoded == Decoded(1, 1, 0.25, 0)
-
-
-def test_a_decode_has_what_the_host_did_before_it_and_no_pause() -> None:
-    clock = Clock()
-    pace = Pace(clock)
-    taken(pace, clock, plan((50, 1)), 1.0)
-    clock.now_s += 0.5  # the host, between two steps
-    taken(pace, clock, plan((51, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 1.5, 0)
-    clock.now_s += 1.0  # as long as the step: nobody had asked for anything
-    taken(pace, clock, plan((52, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 1.0, 0)
-
-
-def test_a_step_after_drafts_has_all_that_the_host_did_before_it() -> None:
-    """Their result was read before it was planned: that is no pause, however quick the device is."""
-    clock = Clock()
-    pace = Pace(clock)
-    with_drafts = Chunk("r", 0, 50, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
-    taken(pace, clock, StepPlan(1, (with_drafts,), 1, num_ahead=4), 1.0)
-    assert pace.decoded == Decoded(1, 3, 1.0, 4)
-    clock.now_s += 2.0
-    taken(pace, clock, plan((52, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 3.0, 0)
-
-
-def test_a_decode_says_whether_earlier_tokens_were_passed_over_behind_it() -> None:
-    clock = Clock()
-    pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
-    taken(pace, clock, dataclasses.replace(plan((50, 1)), missed=(missed,)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 1.0, 0, catches_up=True)
-
-
 def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
     step = plan((50, 1))
     (chunk,) = step.chunks
@@ -194,22 +146,3 @@ def test_scoring_that_costs_nothing_is_done_as_often_as_can_be_and_steps_without
         cost.add(plain_s, scores=False)
         cost.add(1.0, scores=True)
     assert (free.tau, untimed.tau) == (LEAST_TAU, FIRST_TAU)
-
-
-@pytest.mark.parametrize("kind", ["plain", "makes drafts", "verifies drafts", "catches up"])
-def test_a_step_is_known_to_lead_to_one_that_has_to_do_with_drafts(kind: str) -> None:
-    """That one is planned and launched before the first is read: the host's work for it is in the first one's
-    time."""
-    clock, chunk = Clock(), Chunk("r", 0, 51, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
-    pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
-    changes: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "makes drafts": {"num_ahead": 4},
-        "verifies drafts": {"chunks": (chunk,)},
-        "catches up": {"missed": (missed,)},
-    }
-    pace.launched(plan((50, 1)))
-    clock.now_s += 1.0
-    pace.launched(dataclasses.replace(plan((51, 1)), **changes[kind]))
-    pace.read()
-    assert pace.decoded == Decoded(1, 1, 1.0, 0, leads=kind != "plain")

@@ -28,20 +28,18 @@ class Drafter(Protocol):
     def num_ahead(self) -> int:
         """Drafts per request that the device makes after the next step."""
 
-    @property
-    def leaves_out(self) -> bool:
-        """True if the draft model may skip tokens for good, since no drafts are expected soon."""
+    def started(self, track: Track) -> None:
+        """The request joins the steps. If drafting is on, it is drafted from now on."""
 
-    @property
-    def has_kv(self) -> bool:
-        """True if the draft model also runs over each step's tokens and keeps KV in every block."""
+    def considers(self, num_requests: int) -> bool:
+        """True if a step of so many requests may have drafts. Called once for every step in which a request
+        decodes."""
 
-    def considers(self, tracks: Sequence[Track]) -> bool:
-        """True if it may propose drafts for a step of `tracks`, or let the device make drafts after it.
-        Called for every step in which a request decodes; `propose` follows if True."""
+    def wants(self, track: Track) -> bool:
+        """True if the request may have drafts in the next step."""
 
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        """Drafts for each request, in a step that also computes `num_others` prompt tokens."""
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
+        """Drafts for each of `requests`, in a step of `num_requests` in all."""
 
     def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
         """The target accepted the first `num_kept` of a request's `num_drafts` drafts."""

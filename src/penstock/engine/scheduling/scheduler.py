@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.contract import (
-    Chunk,
     Fence,
     FinishReason,
     KvLedger,
@@ -43,7 +42,7 @@ from penstock.engine.scheduling.line import (
 )
 from penstock.engine.scheduling.residency import FIRST_TAU, ResidentSet
 from penstock.engine.scheduling.running import Running
-from penstock.engine.scheduling.steps import Draft, Share, Step, Steps, missed_by
+from penstock.engine.scheduling.steps import Draft, Share, Step, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -79,15 +78,12 @@ class Scheduler:
         limit."""
         self.lengths = lengths or WholeLife()
         self._drafter = drafter
-        self._has_draft_kv = drafter is not None and drafter.has_kv
         self._ledger = ledger
         self._budget = budget
         self._times = times
         # requests with an unsealed block filled by decoding, oldest first
         self._unsealed: dict[Track, None] = {}
         self._seals_left = 0  # how many such blocks the current commit may still seal
-        # the current commit also seals blocks filled some tokens ago, of tracks with `seals_late`
-        self._seals_late = False
         self._tracks: dict[str, Track] = {}  # all open requests: each is either in line or running
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget, self.lengths)
@@ -100,7 +96,6 @@ class Scheduler:
         self._reads_host = True  # in the plan being made
         # the last plan admitted no request because blocks of the next one are still being copied
         self._is_held = False
-        self._num_unfollowed = 0  # steps until a request can lack a whole block of draft KV
         self._conversations = Conversations(ledger, budget.max_overtaken_s)
         self.counts = SchedulerCounts()
         if drafter is not None:
@@ -219,78 +214,21 @@ class Scheduler:
         draft, self._draft = self._draft, Draft()
         # not after an empty plan: the next one may follow at once
         self._shortest_first = not self._shortest_first
-        is_followed = not self._has_draft_kv or self._is_followed(draft, bool(drafts))
-        catches_up = is_followed or (self._has_draft_kv and self._has_block_to_follow(chunks))
-        missed = self._follow(chunks, is_followed) if self._has_draft_kv and catches_up else ()
-        number = self._steps.add(
-            chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=catches_up
-        )
+        number = self._steps.add(chunks, self._running.tracks, has_drafts=bool(drafts))
         self.waits = Waits(draft.after, draft.loads)
         waits = tuple(draft.after), tuple(draft.loads)
-        return StepPlan(
-            number,
-            chunks,
-            draft.num_single,
-            tuple(draft.starts),
-            *waits,
-            draft.num_ahead,
-            is_followed,
-            missed,
-        )
-
-    def _is_followed(self, draft: Draft, has_drafts: bool) -> bool:
-        """True if the draft model also runs over this step. It may skip steps while nothing is drafted."""
-        return draft.num_ahead > 0 or bool(draft.prefills) or has_drafts or self._steps.num_drafted > 0
-
-    def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
-        """True if a request lacks a whole block of draft KV: a block is sealed only when its draft KV is
-        there too. The draft model skips the decoded tokens of deep requests: they get no drafts, and their
-        blocks may leave the device any time."""
-        if self._running.num_deep:
-            for chunk in chunks:
-                if (track := self._running.tracks[chunk.request_id]).is_deep:
-                    track.num_followed = chunk.kv_len
-        self._num_unfollowed -= 1
-        if self._num_unfollowed > 0:
-            return False
-        most = max(chunk.start - self._running.tracks[chunk.request_id].num_followed for chunk in chunks)
-        # each step adds one missing token per request; a new request lacks none
-        self._num_unfollowed = self._ledger.block_tokens - most
-        return most >= self._ledger.block_tokens
-
-    def _follow(self, chunks: Sequence[Chunk], is_followed: bool) -> tuple[Chunk, ...]:
-        """Earlier tokens that the draft model processes with this step; the step's own too if `is_followed`.
-        If drafts do not pay, it skips the earlier ones for good."""
-        leaves_out = not is_followed and self._drafter is not None and self._drafter.leaves_out
-        tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
-        # single tokens wait if they can: passes over several tokens per request are captured
-        least = 1 if is_followed else 2
-        missed = () if leaves_out else missed_by(tracks, chunks, least)
-        for track, chunk in zip(tracks, chunks, strict=True):
-            if is_followed:
-                track.num_followed = chunk.kv_len
-            elif chunk.start - track.num_followed >= least:
-                track.num_followed = chunk.start
-                if leaves_out:
-                    track.blank_to = chunk.start
-        return missed
+        return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead)
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
         """Draft tokens for the next step, by decoding request."""
-        if not drafter.considers(tracks):
+        if not drafter.considers(len(tracks)):
             return {}
-        found: list[Decoding] = []
-        num_others = 0
-        for track in tracks:
-            if track.state is not State.RUNNING:
-                continue
-            if track.num_left > 1:
-                num_others += track.num_left
-            elif (most := self._most_drafts(track)) > 0:
-                found.append(Decoding(track, most, track.num_pending))
-        if not found:
-            return {}
-        proposed = drafter.propose(found, min(num_others, self._budget.prefill_chunk))
+        found = [
+            Decoding(track, most, track.num_pending)
+            for track in tracks
+            if drafter.wants(track) and (most := self._most_drafts(track)) > 0
+        ]
+        proposed = drafter.propose(found, len(tracks)) if found else ()
         return {one.track: drafts for one, drafts in zip(found, proposed, strict=True) if drafts}
 
     def _most_drafts(self, track: Track) -> int:
@@ -298,7 +236,8 @@ class Scheduler:
         request is retracted for a draft. A request that is paged out or has a grammar decodes one token at a
         time."""
         sampling = track.request.sampling
-        if track.num_left != 1 or track.is_deep or track.num_planned < track.num_cached:
+        is_decoding = track.state is State.RUNNING and track.num_left == 1
+        if not is_decoding or track.is_deep or track.num_planned < track.num_cached:
             return 0
         most = min(sampling.max_tokens - (track.num_expected - track.num_prompt) - 1, track.num_unmasked)
         num_blocks = track.held_table().num_slots if self._budget.overcommit > 1.0 else track.promised
@@ -363,6 +302,8 @@ class Scheduler:
         if track.epoch:
             self.lives.append((track.request.id, State.RUNNING))
         self._draft.set_up(track)
+        if self._drafter is not None:
+            self._drafter.started(track)
 
     def _stop_waiting(self, track: Track) -> None:
         """The load takes too long. The load keeps its slots; the request goes back in line and will compute
@@ -553,8 +494,6 @@ class Scheduler:
         for share in mine:
             num_unsure += share.num_drafts
             num_computed = max(num_computed, share.end - num_unsure)
-        if self._has_draft_kv:
-            num_computed = min(num_computed, track.num_followed)
         self._leave(track, saves, num_computed)
         # their KV is saved, though their results may come later
         track.ran |= bool(mine) and track.lease is not None
@@ -582,7 +521,6 @@ class Scheduler:
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
         part_scores = {one.request_id: one for one in result.part_scores}
-        self._seals_late = self._drafter is not None and step.is_followed
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # blocks that earlier commits left unsealed
         for share in step.shares.values():
@@ -607,7 +545,6 @@ class Scheduler:
         """It has decoded: seal the blocks that it filled."""
         size = self._ledger.block_tokens
         num_full, num_sealed = self._num_sealable(track) // size, track.num_sealed // size
-        track.seals_late = num_full < track.num_committed // size
         if num_full > num_sealed:
             self._unsealed[track] = None
             self._seal_some(fence)
@@ -624,16 +561,12 @@ class Scheduler:
         track.held_table().seal(track.tokens, track.num_sealed, fence)
 
     def _num_sealable(self, track: Track) -> int:
-        """Computed tokens that no launched step may still write. A step after unverified drafts may begin
-        earlier than planned, and the draft model may not have processed them yet."""
-        size, num = self._ledger.block_tokens, self._num_followed(track)
+        """Computed tokens that no launched step may still write: a step after unverified drafts may begin
+        earlier than planned."""
+        size, num = self._ledger.block_tokens, track.num_committed
         if num // size == track.num_sealed // size or not self._steps.num_rewriting:
             return num
         return min(num, self._steps.writes_from(track))
-
-    def _num_followed(self, track: Track) -> int:
-        """Tokens that are computed, and that the draft model has processed if it has KV of its own."""
-        return min(track.num_committed, track.num_followed) if self._has_draft_kv else track.num_committed
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so this step and later ones of its requests computed
@@ -665,7 +598,7 @@ class Scheduler:
             if share.end - share.start > 1:
                 track.num_sealed = share.end
                 track.held_table().seal(track.tokens, share.end, fence)
-            elif share.end % size == 0 or (track.seals_late and self._seals_late):
+            elif share.end // size > track.num_sealed // size:
                 self._seal_filled(track, fence)
         if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
@@ -694,7 +627,6 @@ class Scheduler:
         if track.epoch == share.epoch:
             num_rejected = share.num_drafts - num_kept
             track.num_planned -= num_rejected
-            track.num_followed = min(track.num_followed, track.num_planned)
             if not self._steps.move(track, num_rejected):
                 track.num_drafted = 0  # it has no later step: its position is certain
             track.num_committed = min(share.end - num_rejected, len(track.tokens))

@@ -91,27 +91,6 @@ class Draft:
             chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
 
 
-def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk], least: int = 1) -> tuple[Chunk, ...]:
-    """Tokens before those of `chunks` that the draft model has not processed, for requests with at least
-    `least` of them; single tokens first. All are known: a token in flight is in its chunk."""
-    found = []
-    for track, chunk in zip(tracks, chunks, strict=True):
-        if chunk.start - track.num_followed >= least:
-            tokens = tuple(track.tokens[track.num_followed : chunk.start])
-            found.append(
-                Chunk(
-                    chunk.request_id,
-                    chunk.row,
-                    track.num_followed,
-                    tokens,
-                    track.held_table().slots(chunk.start),
-                    True,
-                    0,
-                )
-            )
-    return tuple(sorted(found, key=lambda chunk: len(chunk.tokens) > 1))
-
-
 class Share(NamedTuple):
     """One request's part of a launched step, and its epoch."""
 
@@ -132,9 +111,7 @@ class Step(NamedTuple):
     shares: dict[Track, Share]
     fence: Fence | None = None  # after the step
     has_drafts: bool = False  # it verifies drafts
-    rewrites: bool = False  # it may write tokens that come before its own
-    # the draft model processes its tokens or earlier ones, or skips earlier ones
-    is_followed: bool = True
+    rewrites: bool = False  # it may begin earlier than planned, since drafts before it are not verified yet
 
 
 class Steps:
@@ -145,30 +122,19 @@ class Steps:
         self._num_steps = 0
         self._unread: deque[Step] = deque()
         self.num_drafted = 0  # of these, steps that verify drafts
-        self.num_rewriting = 0  # of these, steps that may write tokens before their own
+        self.num_rewriting = 0  # of these, steps with drafts, or after unverified ones
         self._is_whole = True  # all of the step launched last is on the lane
         self._released: list[Table] = []  # tables to release when it is
 
-    def add(
-        self,
-        chunks: Sequence[Chunk],
-        tracks: Mapping[str, Track],
-        missed: Sequence[Chunk] = (),
-        has_drafts: bool = False,
-        is_followed: bool = True,
-    ) -> int:
-        """A step of these chunks was planned; returns its number. `tracks`: running requests by id. `missed`:
-        earlier tokens that the draft model catches up on."""
-        firsts = {chunk.request_id: chunk.start for chunk in missed}
+    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track], has_drafts: bool = False) -> int:
+        """A step of these chunks was planned; returns its number. `tracks`: running requests by id."""
         self._num_steps += 1
         # the start of a step after unverified drafts is not known yet
-        rewrites = has_drafts or bool(missed) or self.num_drafted > 0
+        rewrites = has_drafts or self.num_drafted > 0
         self.num_drafted += has_drafts
         self.num_rewriting += rewrites
-        shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
-        self._unread.append(
-            Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites, is_followed=is_followed)
-        )
+        shares = {(track := tracks[chunk.request_id]): _share(track, chunk) for chunk in chunks}
+        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites))
         return self._num_steps
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
@@ -228,9 +194,8 @@ class Steps:
                 step.shares.pop(track, None)
 
 
-def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
-    start = chunk.start
-    first = missed.get(chunk.request_id, start - chunk.num_unsure) if missed else start - chunk.num_unsure
+def _share(track: Track, chunk: Chunk) -> Share:
+    start, first = chunk.start, chunk.start - chunk.num_unsure
     return Share(track, track.epoch, start, start + len(chunk.tokens), chunk.num_logits, first)
 
 

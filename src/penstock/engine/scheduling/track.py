@@ -64,12 +64,6 @@ class Track:
     num_pending: int = 0  # its drafts that the last planned step leaves on the device
     num_drafted: int = 0  # drafts that the last planned step verifies, result not known yet
     num_sealed: int = 0  # tokens whose full blocks have their keys
-    # it filled a block that cannot be sealed yet: a launched step may still write it, or its draft KV is
-    # missing
-    seals_late: bool = False
-    # tokens that the draft model has processed in launched steps, or skipped; only for draft models with KV
-    num_followed: int = 0
-    blank_to: int = 0  # end of the last token that the draft model skipped
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
     found: Runs = ()  # prompt tokens that were cached when it first ran, by tier, in order
     sources: Runs = ()  # the same for its table when it was opened, its load included
@@ -172,8 +166,6 @@ class Track:
             else min(num_all, max(self.lease.num_tokens, self.num_resident))
         )
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
-        # also where the last token is computed again: its KV is shared, and complete
-        self.num_followed = self.num_cached
         runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
         if self.is_deep:
             runs = (("host", match.num_paged),)
@@ -220,14 +212,12 @@ class Track:
         self.load, self.computes = None, True
         self.num_cached = self.num_resident + num_landed * block_tokens
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
-        # also where the last token is computed again: its KV is shared, and complete
-        self.num_followed = self.num_cached
         self.note_sources()
 
     def start_over(self) -> None:
         """It lost its table with all KV that was computed or loading."""
         self.load = None
-        self.num_planned = self.num_committed = self.num_followed = self.num_drafted = self.num_pending = 0
+        self.num_planned = self.num_committed = self.num_drafted = self.num_pending = 0
 
     def note_sources(self) -> None:
         """It begins with `num_planned` cached tokens. Tokens that it computed itself before a retraction do

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Echo, Fence, FenceId, Request, SamplingParams, Start
-from penstock.engine.scheduling.steps import Draft, Share, Steps, missed_by
+from penstock.engine.scheduling.steps import Draft, Share, Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -276,24 +276,3 @@ def test_results_come_in_the_order_of_their_steps() -> None:
         InvariantBroken, match=f"result of step {numbers[1]} arrived, but step {numbers[0]} was due"
     ):
         steps.take(numbers[1])
-
-
-def test_what_a_draft_model_has_missed_is_passed_over_with_single_tokens_first() -> None:
-    """Of one that has missed nothing there is no chunk."""
-    draft, tracks = (
-        Draft(),
-        [
-            track_of(str(row), 5, row=row, num_planned=4, num_followed=num)
-            for row, num in enumerate((1, 4, 3))
-        ],
-    )
-    for track in tracks:
-        draft.add(track, 1)
-    missed = missed_by(tracks, draft.chunks())
-    assert [(chunk.request_id, chunk.start, chunk.tokens) for chunk in missed] == [
-        ("2", 3, (3,)),
-        ("0", 1, (1, 2, 3)),
-    ]
-    assert [chunk.request_id for chunk in missed_by(tracks, draft.chunks(), 2)] == ["0"], (
-        "single tokens wait where they can"
-    )

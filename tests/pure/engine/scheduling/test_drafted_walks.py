@@ -80,13 +80,19 @@ class Script:
     """Implements `Drafter`: what the request will say, with mistakes."""
 
     def __init__(self, world: World, ahead: bool) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = not ahead, ahead, 0, False
+        self.needs_results, self.num_ahead = not ahead, 0
         self.world, self.alive = world, dict[str, int]()
 
-    def considers(self, tracks: Sequence[Track]) -> bool:
+    def started(self, track: Track) -> None:
+        """Each may have drafts at any time."""
+
+    def considers(self, num_requests: int) -> bool:
         return True
 
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+    def wants(self, track: Track) -> bool:
+        return True
+
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
         return [self._drafts(one) for one in requests]
 
     def _drafts(self, one: Decoding) -> tuple[int, ...]:
@@ -344,7 +350,7 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(0, False, 64, 1.0, 0.0)
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    world.script.propose = lambda requests, num_requests: [()] * len(requests)  # type: ignore[method-assign]
     prompt = list(range(20))
     request = Request(
         "r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt)
@@ -373,7 +379,7 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
 def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_said: int) -> None:
     """Of two drafts it has one token, two or three."""
     world = World(0, False, 64, 1.0, 0.0)
-    world.script.propose = lambda requests, num_others: [(7, 8)] * len(requests)  # type: ignore[method-assign]
+    world.script.propose = lambda requests, num_requests: [(7, 8)] * len(requests)  # type: ignore[method-assign]
     world.scheduler.add(
         Request(
             "r", [1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of([1, 2, 3])
@@ -396,7 +402,7 @@ def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_wher
 ) -> None:
     world = World(0, True, 64, overcommit, 0.0)
     world.script.num_ahead = 3
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    world.script.propose = lambda requests, num_requests: [()] * len(requests)  # type: ignore[method-assign]
     for _ in range(6):
         world.submit()
     seen, plan = set[bool](), world.scheduler.plan
@@ -409,12 +415,12 @@ class Asks(Script):
     """Makes no drafts, and notes for whom there is room for some."""
 
     def __init__(self, num_ahead: int) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = True, False, num_ahead, False
+        self.needs_results, self.num_ahead = True, num_ahead
         self.alive, self.asked = dict[str, int](), set[str]()
         # drafts that there is room for, by the tokens that were planned before
         self.most: dict[int, int] = {}
 
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
         self.asked |= {one.track.request.id for one in requests}
         self.most |= {one.track.num_planned: one.most for one in requests}
         return [()] * len(requests)
@@ -481,58 +487,3 @@ def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
         if chunk.num_logits
     )
     return plan
-
-
-def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() -> None:
-    """It need not pass over every step, as long as no request lacks more than a block."""
-    world = World(0, True, 64, 1.0, 0.0)
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request(
-        "r", [1, 2], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2])
-    )
-    world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
-    world.scheduler.add(request)
-    plans, sealed = list[StepPlan](), list[int]()
-    run, commit = world.run, world.scheduler.commit
-    world.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[method-assign, func-returns-value]
-    [track] = world.scheduler._tracks.values()
-    world.scheduler.commit = lambda result: (commit(result), sealed.append(track.num_sealed))[0]  # type: ignore[method-assign, func-returns-value]
-    world.finish()
-    assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], (
-        "no step of its own is passed over but the prompt"
-    )
-    assert track.blank_to == 0, "nothing was left out"
-    assert sealed == [*[2] * 5, *[6] * 4, 10], (
-        "blocks get their keys when the step is over that has caught up"
-    )
-    lags = [*[()] * (BLOCK - 1), (BLOCK,)]
-    assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
-
-
-def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_their_keys() -> None:
-    """No pass is planned for it, and where drafts begin again it is known what they lack."""
-    world = World(0, True, 64, 1.0, 0.0)
-    world.script.leaves_out = True
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request(
-        "r", [1, 2], SamplingParams(max_tokens=4 * BLOCK, temperature=0.0), world.cache.prefix_of([1, 2])
-    )
-    world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
-    world.scheduler.add(request)
-    plans, seen = list[StepPlan](), list[tuple[int, int]]()
-    run, commit = world.run, world.scheduler.commit
-    [track] = world.scheduler._tracks.values()
-
-    def note(plan: StepPlan) -> Any:
-        plans.append(plan)
-        world.script.leaves_out = len(plans) < 3 * BLOCK
-        return run(plan)
-
-    world.run = note  # type: ignore[method-assign]
-    world.scheduler.commit = lambda result: (commit(result), seen.append((track.num_sealed, track.blank_to)))[
-        0
-    ]  # type: ignore[method-assign, func-returns-value]
-    world.finish()
-    assert [len(plan.missed) for plan in plans] == [*[0] * (3 * BLOCK + 1), 1, *[0] * (BLOCK - 2)]
-    assert seen[-1][1] == 2 + 3 * BLOCK - BLOCK and seen[0] == (2, 0)
-    assert list(dict.fromkeys(sealed for sealed, _ in seen)) == [2, 2 + BLOCK, 2 + 2 * BLOCK, 2 + 3 * BLOCK]
