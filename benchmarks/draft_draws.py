@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +22,9 @@ from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.draws import DrawKind
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.forced import forced
 
 ASKED = (
     "Why is the sky blue?",
@@ -88,8 +92,7 @@ def made(model: str, proposer: str, num_drafts: int, max_len: int = 512) -> Engi
         speculation=SpeculationConfig(proposer, num_drafts),
     )
     engine = build(config)
-    assert engine._parts.speculation is not None
-    engine._parts.speculation.force = lambda most: most
+    forced(engine)
     return engine
 
 

@@ -53,7 +53,7 @@ def drafting_s(args: argparse.Namespace, head: Path) -> float:
     try:
         engine.warm()
         assert engine._parts.speculation is not None
-        return engine._parts.speculation.books.costs.ahead_s or 0.0
+        return engine._parts.speculation._costs.making_s
     finally:
         engine.close()
 

@@ -235,7 +235,7 @@ def waiting(num_tokens: int, num_requests: int) -> Times:
     tokens = prompt(num_tokens)
     for _ in range(num_requests + 1):
         rig.submit([*tokens, 1])
-    while rig.scheduler._tracks["r0"].num_left > num_tokens // 4 + BLOCK:
+    while rig.scheduler.lives["r0"].num_left > num_tokens // 4 + BLOCK:
         rig.step()
     rig.plan()
     yield "others wait: first plan", timed(rig.plan)[0]
@@ -276,9 +276,9 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         yield "line: plan", ms
         rig.commit(plan)
     for _ in range(10):
-        for request_id in list(rig.scheduler._running.tracks):
+        for request_id in list(rig.scheduler.running.requests):
             rig.scheduler.cancel(request_id)
-        while rig.scheduler.has_work() and not rig.scheduler._running.tracks:
+        while rig.scheduler.has_work() and not rig.scheduler.running.requests:
             ms, step = timed(rig.scheduler.plan)
             yield "line: plan, admits", ms
             if step is not None:
@@ -347,7 +347,7 @@ def computing(num_tokens: int, num_requests: int) -> Times:
 def coming_and_going(num_tokens: int, num_requests: int) -> Times:
     """One more comes for a prompt that is cached, and leaves; in the end all leave at once."""
     rig = running(num_tokens, num_requests)
-    rig.scheduler._running.free_rows.append(num_requests)
+    rig.scheduler.running.free_rows.append(num_requests)
     known = [*prompt(num_tokens), 2]
     for number in range(10):
         yield "caller: keys of a new prompt", timed(rig.cache.prefix_of, prompt(num_tokens, 1 + number))[0]
@@ -360,7 +360,7 @@ def coming_and_going(num_tokens: int, num_requests: int) -> Times:
         rig.step()
     yield (
         ("cancel all"),
-        timed(lambda: [rig.scheduler.cancel(request_id) for request_id in list(rig.scheduler._tracks)])[0],
+        timed(lambda: [rig.scheduler.cancel(request_id) for request_id in list(rig.scheduler.lives)])[0],
     )
     yield "reset", timed(rig.cache.reset)[0]
 
@@ -374,8 +374,8 @@ def retracting(num_tokens: int, num_requests: int) -> Times:
         while not rig.step().chunks[0].num_logits:
             rig.flow()
         rig.flow()
-        track = next(iter(rig.scheduler._tracks.values()))
-        yield "retract", timed(rig.scheduler._retract, track)[0]
+        track = next(iter(rig.scheduler.lives.values()))
+        yield "retract", timed(rig.scheduler.retract, track)[0]
         rig.lanes.run_all()
         yield "retraction settles", timed(rig.cache.settle)[0]
         rig.cache.reset(["device"])

@@ -738,10 +738,9 @@ class StepPlan:
     after: tuple[FenceId, ...] = ()
     # requests whose KV is still being loaded into slots of this step; each layer waits for its own part
     loads: tuple[str, ...] = ()
-    # drafts per request that the device makes after sampling, for the next step
+    # drafts per request that the device makes after sampling, for the next step; 0: the draft model runs only
+    # over a step with prompts
     num_ahead: int = 0
-    is_followed: bool = True  # True if the draft model also runs over this step
-    missed: tuple[Chunk, ...] = ()  # tokens of earlier steps that the draft model skipped; it runs them first
 
     @property
     def num_tokens(self) -> int:

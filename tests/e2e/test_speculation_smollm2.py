@@ -21,6 +21,7 @@ from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import check_silent
 from tests.support.driving import run_all, submit
+from tests.support.forced import forced
 
 PROSE = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()
 CODE = "def add(a, b):\n    total = a + b\n"
@@ -70,8 +71,7 @@ def test_greedy_answers_are_those_of_plain_decoding(proposer: str) -> None:
     right = plain_answers()
     sanitizer = Sanitizer()
     engine = made(proposer, sanitizer)
-    assert engine._parts.speculation is not None
-    engine._parts.speculation.force = lambda most: min(most, 3)
+    forced(engine, lambda most: min(most, 3))
     assert answers(engine) == right
     stats = engine.stats()
     if proposer.startswith("draft"):  # it is the target: what is not kept lies behind the end of an answer

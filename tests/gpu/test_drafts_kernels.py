@@ -1,5 +1,5 @@
 """The kernels between the passes of a step with drafts do what the references do: which drafts are kept,
-where rows begin, what a captured pass reads, which hidden states are noted where, and which KV is left blank.
+where rows begin, what a captured pass reads, and which KV is left blank.
 
 With TRITON_INTERPRET=1 the same tests run on CPU tensors.
 """
@@ -91,25 +91,6 @@ def test_a_captured_pass_reads_no_place_of_a_request_twice_with_other_tokens(has
     assert into[0].tolist() == [5, 6, 0, 7, 8, 9, 0]
     assert into[1].tolist() == ([1, 3, 4, 5, 1, 1, 1] if has_lasts else list(range(7)))
     assert into[2].tolist() == ([3, 1, 0, 2, 3, 3, 3] if has_lasts else rows.tolist())
-
-
-@pytest.mark.parametrize("num_shares", [0, 1, 3])
-@pytest.mark.parametrize("width", [48, 1024, 1536])
-def test_the_same_hidden_states_are_noted_at_the_same_places(num_shares: int, width: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    num, noted = 5, torch.zeros((8, 2 * BLOCK, width), dtype=torch.bfloat16)
-    hidden = torch.randn((num_shares, num, width) if num_shares else (num, width), generator=generator)
-    residual = torch.randn((num, width), generator=generator).to(torch.bfloat16)
-    rows, positions = (
-        torch.randperm(8, generator=generator)[:num].to(torch.int32),
-        torch.tensor([0, 31, 32, 47, 700], dtype=torch.int32),
-    )
-    found = noted.clone().to(DEVICE)
-    ahead.note(hidden, residual, rows, positions, noted)
-    triton_steps.note(*(one.to(DEVICE) for one in (hidden, residual, rows, positions)), found)
-    # sums in another order round differently
-    torch.testing.assert_close(found.cpu(), noted, rtol=0.02, atol=0.06)
-    assert noted.count_nonzero(dim=-1).bool().sum() == num
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

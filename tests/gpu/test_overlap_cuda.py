@@ -48,7 +48,7 @@ def sleep_before_copies(engine: Engine, from_layer: int = 0) -> None:
 def retract(engine: Engine, request_id: str) -> None:
     """Have it give up its device slots, as where memory runs out."""
     scheduler = engine._parts.scheduler
-    scheduler._retract(scheduler._tracks[request_id])
+    scheduler.retract(scheduler.running.requests[request_id])
 
 
 def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(

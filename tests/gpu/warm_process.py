@@ -22,7 +22,7 @@ from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 from tests.support.adapters import write_random_adapter
 from tests.support.driving import run_all, submit, tiny_config
-from tests.support.switched import switched
+from tests.support.forced import forced
 
 compiled: list[str] = []
 
@@ -102,10 +102,7 @@ class Kinds:
 
     def drafted(self) -> None:
         """By a head: all along, and again after a while without drafts."""
-        speculation = self.engine._parts.speculation
-        assert speculation is not None
-        speculation.force = lambda most: most
-        switch = switched(self.engine)
+        switch = forced(self.engine)
         for num in (1, 3, 9, 16):
             for how in (
                 {},

@@ -19,7 +19,7 @@ from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import open_store
 from penstock.engine.engine import Engine, EngineParts
-from penstock.engine.execution.ahead import Guesser, HeadGuesser, ModelGuesser, Passes
+from penstock.engine.execution.ahead import HeadGuesser, ModelGuesser, Passes
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.attention.cpu_steady import SteadyAttention
@@ -33,6 +33,7 @@ from penstock.engine.execution.replays import cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.threads import threads_by_load
+from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
@@ -57,7 +58,7 @@ from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
-from penstock.speculation.drafter import Speculation
+from penstock.speculation.drafter import DeviceDrafter, NgramDrafter, Speculation
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, installed_head, read_head
 
@@ -79,9 +80,6 @@ _WAITING_PER_ROW = 16  # waiting requests allowed per row
 _MAX_STEP_DRAFTS = 64  # verified in one step: with many decoding requests, each further row costs time
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _GUESSED_ROW = 0.05  # time of a further row relative to a one-row step, until measured
-# Overhead per step without drafts: on the engine thread; and with drafts made on the device, which stores
-# hidden states. Measured: 3 to 8 us, and 15 to 20.
-_BOOKKEEPING_S, _DEVICE_BOOKKEEPING_S = 5e-6, 15e-6
 
 
 def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
@@ -193,24 +191,25 @@ def _assemble(
     lanes = [lane]
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     buckets = _buckets(config, limits, device)
-    speculation = _speculation(config, limits, device)
     uploads = Uploads(device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
-    forward = Forward(model, attention, sampler.pending, (lambda: None) if threads is None else threads.look)
-    executor = Executor(forward, sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
+    passes = None
+    if proposer is not None:
+        guesser = _guesser(proposer, arena.tensor, attention, model.config)
+        draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
+        passes = Passes(guesser, draws, sampler.pending, limits.block_tokens)
+    speculation = _speculation(config, limits, device, passes)
+    forward = Forward(
+        model,
+        attention,
+        sampler.pending,
+        (lambda: None) if threads is None else threads.look,
+        None if passes is None else passes.blank,
+    )
+    executor = Executor(
+        forward, sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars, passes
+    )
     executor.guard = storage.guard
-    guesser: Guesser | None = None if head is None else HeadGuesser(head, attention, limits.max_batch + 1)
-    if draft is not None:
-        own = draft.model.config
-        executor.draft_attention = _attention(
-            draft_arena(arena.tensor, model.config, own), own, draft.model.rope
-        )
-        guesser = ModelGuesser(draft, executor.draft_attention)
-    if guesser is not None and speculation is not None:
-        draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads)
-        passes = Passes(guesser, draws, executor.pending, limits.block_tokens)
-        executor.draft_with(passes)
-        speculation.has_failed = lambda: passes.failed
     if limits.max_paged and storage.host_arena is not None:
         lanes.append(make_lane("page", device, sanitizer))
         undo.callback(_close, lanes[-1].close)
@@ -222,11 +221,15 @@ def _assemble(
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
         executor.capture_all(progress)
+    scoring = ScoringCost()
+    scheduler = Scheduler(
+        cache, budget, dims.eos_ids, cache.prefill, speculation, _lengths(config), lambda: scoring.tau
+    )
     parts = EngineParts(
         name=loaded.name,
         weights=loaded.weights,
         tokenizer=loaded.tokenizer,
-        scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill, speculation, _lengths(config)),
+        scheduler=scheduler,
         executor=executor,
         adapters=adapters,
         cache=cache,
@@ -239,6 +242,8 @@ def _assemble(
         sampling=loaded.sampling,
         grammars=grammars,
         residency=residency,
+        resident_blocks=budget.deep_blocks or num_blocks,
+        scoring=scoring,
         sanitizer=sanitizer,
         speculation=speculation,
         threads=threads,
@@ -542,18 +547,29 @@ def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor, deterministic: bo
     return SteadyAttention(arena, dims, rope) if deterministic else CpuAttention(arena, dims, rope)
 
 
-def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Speculation | None:
+def _guesser(
+    proposer: MtpHead | DraftModel, arena: Tensor, attention: Attention, target: ModelConfig
+) -> HeadGuesser | ModelGuesser:
+    """A head uses the target's attention, a draft model one of its own over its part of the arena."""
+    if isinstance(proposer, MtpHead):
+        return HeadGuesser(proposer, attention)
+    own = proposer.model.config
+    return ModelGuesser(proposer, _attention(draft_arena(arena, target, own), own, proposer.model.rope))
+
+
+def _speculation(
+    config: Config, limits: StepLimits, device: torch.device, passes: Passes | None
+) -> Speculation | None:
     """Starts with guessed step costs: those of a machine limited by memory, not by arithmetic."""
     if config.speculation.proposer is None:
         return None
     sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
-    on_device = config.speculation.kind != "ngram"
-    bookkeeping_s = _DEVICE_BOOKKEEPING_S if on_device else _BOOKKEEPING_S
-    costs = StepCosts(
-        sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes), bookkeeping_s=bookkeeping_s
-    )
-    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device)
+    costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
+    most = config.speculation.drafts, limits.max_drafts
+    if passes is None:
+        return NgramDrafter(*most, costs)
+    return DeviceDrafter(*most, costs, lambda: passes.failed)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

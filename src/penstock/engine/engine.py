@@ -34,6 +34,7 @@ from penstock.contract import (
     SamplingParams,
     StepPlan,
     TokenEvent,
+    Waits,
 )
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore
@@ -42,9 +43,9 @@ from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.inbox import Inbox, fail
 from penstock.engine.outbox import Outbox
-from penstock.engine.pace import Pace
+from penstock.engine.pace import Pace, ScoringCost
 from penstock.engine.scheduling.residency import ResidencyChoice
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import News, Planned, Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.snapshots import EngineSnapshots
 from penstock.engine.stats import EngineStats
@@ -88,6 +89,8 @@ class EngineParts:
     sampling: Mapping[str, Any]
     grammars: Grammars
     residency: ResidencyChoice
+    resident_blocks: int  # of a request on the device; one that may need more is deep
+    scoring: ScoringCost
     sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
     speculation: Speculation | None = None  # proposes tokens, if enabled
     threads: ThreadsByLoad | None = None  # compute threads, on a CPU
@@ -115,7 +118,7 @@ class Engine:
         # saves and resets, with the futures that wait for them
         self._flushes: list[tuple[Settling | None, Future[Any]]] = []
         self._num_steps = 0
-        self._pace = Pace()
+        self._pace = Pace(parts.scoring)
         # last step that read KV in host memory: its number and launch time
         self._host_step = 0, 0.0
         self._num_host_steps = 0
@@ -127,7 +130,7 @@ class Engine:
         num_blocks = sum(sum(counts) for counts in stats.slots.values())
         self._sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
         # Host memory promised to deep requests may not be pinned by snapshots.
-        may_be_deep = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
+        may_be_deep = parts.max_model_len > parts.resident_blocks * cache.block_tokens
         most_in_host = sum(stats.slots.get("host", ())) - cache.num_pageable if may_be_deep else None
         self.snapshots = EngineSnapshots(self, self._sessions, self._inbox.put, most_in_host)
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
@@ -250,7 +253,7 @@ class Engine:
     @property
     def resident_tokens(self) -> int:
         """Most tokens that a sequence has on the device before it is paged."""
-        return self._parts.scheduler.deep_blocks * self._parts.cache.block_tokens
+        return self._parts.resident_blocks * self._parts.cache.block_tokens
 
     @property
     def cache(self) -> KvCache:
@@ -408,13 +411,15 @@ class Engine:
         self.grammars.begin(Grammar("choice", '["warm"]'))
         cache = self._parts.cache
         table = cache.open("warm-up", None, 0)
+        assert table is not None
         try:
             if table.try_extend(1):
                 slot = int(table.slots(1)[0])
                 self._parts.executor.warm(slot, self.max_model_len, progress)
                 if self._parts.speculation is not None:
-                    books = self._parts.speculation.books
-                    books.costs = self._parts.executor.measured_costs(slot, books.costs)
+                    self._parts.speculation.measure(
+                        lambda costs: self._parts.executor.measured_costs(slot, costs)
+                    )
         finally:
             table.release(self._parts.lanes[0].record())
 
@@ -430,15 +435,8 @@ class Engine:
         self._inbox.run_some()
         settled = self._settle()
         reads = self._running is not None
-        if self._parts.scheduler.needs_result:
-            self._read_running()
-        plan = self._plan()
-        if self._parts.scheduler.left_scored and self._parts.executor.scores is not None:
-            left, self._parts.scheduler.left_scored = self._parts.scheduler.left_scored, []
-            self._parts.executor.scores.forget(left)
-        if self._parts.scheduler.lives:
-            self._outbox.note_lives(self._parts.scheduler.lives)
-        launched = None if plan is None else self._launch(plan)
+        planned = self._plan()
+        launched = None if planned.plan is None else self._launch(planned.plan, planned.waits)
         previous, self._running = self._running, launched
         if previous is not None:
             self._read(previous)
@@ -448,16 +446,28 @@ class Engine:
         self.snapshots.step()
         return launched is not None or reads or settled or more
 
-    def _plan(self) -> StepPlan | None:
+    def _plan(self) -> Planned:
         """Steps that read KV in host memory get half of the time while other requests run: one takes as long
-        as dozens of other steps, and its requests wait for the link. The running step is read before such a
-        step, since launching one takes as long as its transfers."""
+        as dozens of other steps, and its requests wait for the link."""
+        if time.monotonic() < self._reads_host_s:
+            planned = self._ask_plan(reads_host=False)
+            if planned.plan is not None:
+                return planned
+        return self._ask_plan(reads_host=True)
+
+    def _ask_plan(self, reads_host: bool) -> Planned:
         scheduler = self._parts.scheduler
-        if time.monotonic() < self._reads_host_s and (plan := scheduler.plan(reads_host=False)) is not None:
-            return plan
-        if self._running is not None and self._running.samples and scheduler.reads_host:
+        planned = scheduler.plan(reads_host, is_unread=self._running is not None and self._running.samples)
+        if planned.reads_first:
             self._read_running()
-        return scheduler.plan()
+            planned = scheduler.plan(reads_host)
+        self._hear(planned.news)
+        return planned
+
+    def _hear(self, news: News) -> None:
+        if news.left and self._parts.executor.scores is not None:
+            self._parts.executor.scores.forget(news.left)
+        self._outbox.note_moves(news.moves)
 
     def _read_running(self) -> None:
         running, self._running = self._running, None
@@ -518,8 +528,8 @@ class Engine:
         self._flushes = []
         self._outbox.end_all(why)
 
-    def _launch(self, plan: StepPlan) -> RunningStep:
-        running = self._parts.executor.launch(plan, self._parts.scheduler.waits)
+    def _launch(self, plan: StepPlan, waits: Waits) -> RunningStep:
+        running = self._parts.executor.launch(plan, waits)
         if plan.reads_host:
             self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
             self._num_host_steps += 1
@@ -543,20 +553,13 @@ class Engine:
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
-        self._parts.scheduler.tau = self._pace.scoring.tau
         # the step's loads are over: seal their blocks before later ones
         self._settle()
         # the fence of a load may be a moment late
         while result.error is None and any(not load.settled for load in step.loads):
             time.sleep(POLL_S)
             self._settle()
-        events = self._parts.scheduler.commit(result)
-        if self._parts.speculation is not None:
-            decoded = self._pace.decoded
-            if decoded is None:
-                self._parts.speculation.step_had_prompts()
-            else:
-                self._parts.speculation.step_took(*decoded)
+        events, news = self._parts.scheduler.commit(result)
         if (masks := self._parts.executor.masks).answers:
             # their masks can be computed now
             masks.advance((event.request_id, event.tokens) for event in events)
@@ -564,8 +567,7 @@ class Engine:
         started = time.monotonic()
         self._parts.cache.submit_saves()
         self._blocked_s["save"] += time.monotonic() - started
-        if self._parts.scheduler.lives:
-            self._outbox.note_lives(self._parts.scheduler.lives)
+        self._hear(news)
 
     def _sample(self, step: RunningStep) -> RunningStep:
         """Launch its sampling if it waits for masks; they are computed while its forward pass runs."""

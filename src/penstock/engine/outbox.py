@@ -57,10 +57,10 @@ class Outbox:
             if entry is not None and not entry.started_s:
                 entry.started_s = now
 
-    def note_lives(self, lives: list[tuple[str, State]]) -> None:
-        """Requests that began to load, were retracted or resumed since the last call; clears the list."""
+    def note_moves(self, moves: Iterable[tuple[str, State]]) -> None:
+        """Requests that began to load, were retracted or resumed since the last call."""
         now = time.monotonic()
-        for request_id, state in lives:
+        for request_id, state in moves:
             entry = self._open.get(request_id)
             if entry is not None and state is State.LOADING:
                 entry.loading_s = entry.loading_s or now
@@ -68,7 +68,6 @@ class Outbox:
                 entry.retracted_s = now
             elif entry is not None:
                 self.resume.add(now - entry.retracted_s)
-        lives.clear()
 
     def publish(self, events: Iterable[TokenEvent | None]) -> None:
         """Deliver events to their listeners; an event with `finish` set is a request's last. If a listener

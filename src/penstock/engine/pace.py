@@ -1,5 +1,4 @@
-"""How long steps take. Owns the times of launched steps; `kv/tiers/policy.py` and `speculation/length.py` use
-them."""
+"""How long steps take. Owns the times of launched steps; `kv/tiers/policy.py` uses them."""
 
 from __future__ import annotations
 
@@ -33,24 +32,10 @@ class Prefill(NamedTuple):
     at_most: bool = False  # an upper bound: the step also did much other work
 
 
-class Decoded(NamedTuple):
-    """A step that did nothing but decode."""
-
-    num_requests: int
-    num_rows: int  # drafts included
-    # from the end of the step before if the device was idle for it: host time in between counts
-    seconds: float
-    num_ahead: int  # drafts per request made after it
-    catches_up: bool = False  # the draft model processed earlier tokens after it
-    # the next step, launched meanwhile, drafts or catches up: its host time counts in this one
-    leads: bool = False
-
-
 class _LaunchedStep(NamedTuple):
     """A step on the lane."""
 
     prefill: Prefill | None  # its prompt tokens, if their time is measured
-    plan: StepPlan
     at_s: float
     scores: bool | None  # of a decode-only step: whether it scores
 
@@ -88,12 +73,11 @@ class Pace:
     """Steps are read in the order of their launch, and each runs from its launch or the end of the one
     before, whichever is later."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scoring: ScoringCost, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.scoring = ScoringCost()
+        self.scoring = scoring
         self._launched: deque[_LaunchedStep] = deque()
         self._last_end_s = 0.0
-        self.decoded: Decoded | None = None  # the step read last, if it only decoded
 
     def launched(self, plan: StepPlan) -> None:
         chunks = plan.chunks[plan.num_decodes :]
@@ -104,28 +88,13 @@ class Pace:
             prefill = Prefill(num, depth, 0.0, at_most=num < _MIN_SHARE * plan.num_tokens)
         decodes = plan.is_decode and not plan.loads and not plan.reads_host
         scores = plan.scores if decodes else None
-        self._launched.append(_LaunchedStep(prefill, plan, self._clock(), scores))
+        self._launched.append(_LaunchedStep(prefill, self._clock(), scores))
 
     def read(self) -> Prefill | None:
         """The oldest step is over; None if its time is no measure of prefill."""
-        prefill, plan, launched_s, scores = self._launched.popleft()
-        before_s = self._last_end_s
-        started_s, self._last_end_s = max(launched_s, before_s), self._clock()
+        prefill, launched_s, scores = self._launched.popleft()
+        started_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
         took_s = self._last_end_s - started_s
         if scores is not None:
             self.scoring.add(took_s, scores)
-        idle_s = started_s - before_s
-        was_read_first = self.decoded is not None and self.decoded.num_rows > self.decoded.num_requests
-        took_s += idle_s if idle_s < took_s or was_read_first else 0.0
-        self.decoded = None
-        if plan.is_decode:
-            leads = bool(self._launched) and _drafts(self._launched[0].plan)
-            self.decoded = Decoded(
-                len(plan.chunks), plan.num_rows, took_s, plan.num_ahead, bool(plan.missed), leads
-            )
-        return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)
-
-
-def _drafts(plan: StepPlan) -> bool:
-    """True if the step makes or verifies drafts, or the draft model catches up."""
-    return plan.num_ahead > 0 or bool(plan.missed) or plan.num_rows > len(plan.chunks)
+        return None if prefill is None else prefill._replace(seconds=took_s)

@@ -17,6 +17,7 @@ from penstock.engine.engine import Engine
 from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.pairwise import Case, pairwise
 from tests.support.driving import run_all, settle_all, submit, wait_scanned
+from tests.support.forced import forced
 
 MODEL = ("--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--dtype", "float32")
 OPTIONS = {
@@ -119,7 +120,7 @@ def test_with_any_two_flags_a_warm_engine_says_what_it_says_without(
             wait_scanned(engine)
         engine.warm()
         if engine._parts.speculation is not None and case["always drafts"]:
-            engine._parts.speculation.force = lambda most: most
+            forced(engine)
         assert answers(engine) == right, flags
         settle_all(engine)
         assert answers(engine) == right, flags

@@ -32,8 +32,8 @@ from penstock.testing.sanitized import check_silent
 from tests.cpu.engine.test_tiers import forget, overlap_from, until
 from tests.support.adapters import write_random_adapter
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
+from tests.support.forced import forced
 from tests.support.gates import gates
-from tests.support.switched import switched
 
 Prompts = Callable[..., list[int]]
 TARGET, OTHER = "tiny-qwen3", "tiny-llama"
@@ -66,7 +66,7 @@ def make(device: str) -> Any:
         sanitizer = Sanitizer()
         engine = build(config if draft is None else drafting(config, draft, drafts), sanitizer=sanitizer)
         if engine._parts.speculation is not None:
-            engine._parts.speculation.force = lambda most: most
+            forced(engine)
         made.append((engine, sanitizer))
         return engine
 
@@ -96,8 +96,8 @@ def assert_follows(engine: Engine, found: Collected) -> None:
     """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may
     look."""
     engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler._tracks[found.request_id]
-    num, layers = min(track.num_committed, track.num_followed), BUILT_IN[TARGET].num_layers
+    track = engine._parts.scheduler.lives[found.request_id]
+    num, layers = track.num_committed, BUILT_IN[TARGET].num_layers
     pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64"))]
     rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
     assert num > 20
@@ -261,8 +261,8 @@ def test_stop_strings_and_several_answers_to_one_prompt_are_the_same() -> None:
             "show_progress": False,
         }
         with LLM(OTHER, **options, **({} if speculate is None else {"speculate": speculate})) as llm:
-            if (speculation := llm._engine._parts.speculation) is not None:
-                speculation.force = lambda most: most
+            if speculate is not None:
+                forced(llm._engine)
             sampled = [
                 SamplingParams(max_tokens=40, temperature=0.9, seed=seed, ignore_eos=True)
                 for seed in range(3)
@@ -290,16 +290,14 @@ def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(
     assert [drafted(one)[0] > 0 for one in found] == [False, True]
 
 
-@pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "followed"])
 def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothing_is_drafted(
-    leaves_out: bool, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own tokens are left out, since it never gets drafts, and it holds up nobody else."""
     sizes = {"blocks": 64, "host_blocks": 512, "max_model_len": 2048, "resident_tokens": 256}
     plain, engine, passes = make(None, **sizes), make(TARGET, **sizes), counted_passes(monkeypatch)
     engine._parts.arena.tensor.fill_(0.5)
-    speculation = switched(engine)
-    speculation.leaves_out = leaves_out
+    speculation = forced(engine, is_on=False)
     right = [generate(plain, prompts(length, seed=length), max_tokens=40) for length in (900, 60)]
     found = [submit(engine, prompts(length, seed=length), max_tokens=40) for length in (900, 60)]
     while min(len(one.tokens) for one in found) < 3:
@@ -307,13 +305,13 @@ def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothin
     num_prompts = len(passes)
     while len(found[0].tokens) < 35:
         engine.step()
-    track = engine._parts.scheduler._tracks[found[0].request_id]
+    track = engine._parts.scheduler.lives[found[0].request_id]
     num = track.num_committed - track.held_table().num_paged * 16
     rows = (draft_rows(engine, found[0]) == 0).all(dim=1)[:num]
     assert track.is_deep and len(rows) == num > 60 and rows[-30:].all() and not rows[:-36].any()
     if not engine._parts.arena.tensor.is_cuda:
-        assert len(passes) - num_prompts <= (0 if leaves_out else 3), "one for a block of the other request"
-    speculation.leaves_out, speculation.is_on = False, True
+        assert len(passes) == num_prompts
+    speculation.is_on = True
     run_all(engine)
     engine.check()
     for one, wanted in zip(found, right, strict=True):
@@ -537,105 +535,10 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
-def test_what_was_missed_while_nothing_was_drafted_is_caught_up_with(
-    num_off: int, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One pass for a block of tokens, not one for each step; when drafts begin all of them are right."""
-    engine, sizes = make(TARGET), counted_passes(monkeypatch)
-    needs_eager_passes(engine)
-    speculation = switched(engine)
-    found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=100) for n in range(3)]
-    while len(found[0].tokens) < num_off:
-        engine.step()
-    assert len(sizes) <= 4 + num_off // 10, "a prompt's step, and one in a block of steps"
-    speculation.is_on = True
-    while len(found[0].tokens) < 60:
-        engine.step()
-    for one in found:
-        assert_follows(engine, one)
-    run_all(engine)
-    engine.check()
-    for one in found:
-        num, kept = drafted(one)
-        assert num == kept > 0.5 * (100 - num_off)
-
-
-@pytest.mark.parametrize("num_off", [1, 3, 7])
-def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(
-    num_off: int, make: Any, prompts: Prompts
-) -> None:
-    """What the draft model has passed over ends where the request does, not where its drafts would have."""
-    engine = make(TARGET)
-    needs_eager_passes(engine)
-    speculation, ahead = switched(engine), engine._parts.executor.ahead
-    assert ahead is not None
-    choose = ahead.draws.choose
-    ahead.draws.choose = lambda *given: (choose(*given) + 1) % 512  # type: ignore[method-assign]
-    speculation.is_on = True
-    found = submit(engine, prompts(20), max_tokens=90)
-    while len(found.tokens) < 13:
-        engine.step()
-    num, kept = drafted(found)
-    assert num > 20 and kept < 3
-    speculation.is_on = False
-    ahead.draws.choose = choose  # type: ignore[method-assign]
-    while len(found.tokens) < 15 + num_off:
-        engine.step()
-    before, speculation.is_on = len(found.events), True
-    while len(found.tokens) < 60:
-        engine.step()
-    assert_follows(engine, found)
-    run_all(engine)
-    later = Collected(events=found.events[before:])
-    assert drafted(later)[0] == drafted(later)[1] > 40
-
-
-@pytest.mark.parametrize("length", [30, 32])
-def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(
-    length: int, make: Any, prompts: Prompts
-) -> None:
-    """A key promises what is in its block: no block gets one before the draft model has passed over it. Where
-    the prompt fills its last block, that is when the next one ends."""
-    engine = make(TARGET, host_blocks=128)
-    speculation = switched(engine)
-    first = generate(engine, prompts(length), max_tokens=60)
-    speculation.is_on = True
-    history = [*prompts(length), *first.tokens, 5]
-    again = generate(engine, history, max_tokens=40)
-    assert again.source is not None and again.source.device >= 48
-    assert_all_kept(again)
-    settle_all(engine)
-    engine.cache.reset(("device",))
-    run_all(engine)
-    third = generate(engine, history, max_tokens=40)
-    assert third.source is not None and third.source.host >= 48
-    assert_all_kept(third)
-
-
-def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_right_drafts(
-    make: Any, prompts: Prompts
-) -> None:
-    sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
-    plain, engine = make(None, **sizes), make(TARGET, **sizes)
-    speculation = switched(engine)
-    right = [generate(plain, prompts(10 + 11 * n, seed=n), max_tokens=70) for n in range(6)]
-    found = [submit(engine, prompts(10 + 11 * n, seed=n), max_tokens=70) for n in range(6)]
-    while engine.stats().retractions < 2 and engine.has_work():
-        engine.step()
-    speculation.is_on = True
-    run_all(engine)
-    engine.check()
-    for one, wanted in zip(found, right, strict=True):
-        assert_same(one, wanted)
-        assert drafted(one)[0] == drafted(one)[1]
-    assert engine.stats().retractions >= 2 and engine._parts.scheduler.counts.drafted_tokens > 50
-
-
 def draft_rows(engine: Engine, found: Collected) -> torch.Tensor:
     """The draft's keys and values of a request that runs, by token."""
     engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler._tracks[found.request_id]
+    track = engine._parts.scheduler.lives[found.request_id]
     pages = engine._parts.arena.tensor[
         torch.from_numpy(track.held_table().slots(track.num_committed).astype("int64"))
     ]
@@ -653,8 +556,7 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
     then on."""
     plain, engine, sizes = make(None), make(TARGET, host_blocks=128), counted_passes(monkeypatch)
     engine._parts.arena.tensor.fill_(0.5)  # as if others had used it before
-    speculation = switched(engine)
-    speculation.leaves_out = True
+    speculation = forced(engine, is_on=False)
     right = [generate(plain, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]
     found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]
     while len(found[0].tokens) < 50:
@@ -668,7 +570,7 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
         )
     if not engine._parts.arena.tensor.is_cuda:
         assert num_passes <= 3, "those of prompts"
-    speculation.leaves_out, speculation.is_on = False, True
+    speculation.is_on = True
     while len(found[0].tokens) < 90:
         engine.step()
     for n, one in enumerate(found):
@@ -691,14 +593,14 @@ def test_drafts_that_come_and_go_with_little_memory_change_no_answer(
     chooser = random.Random(seed)
     sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
     plain, engine = make(None, **sizes), make(TARGET if seed % 2 else OTHER, **sizes)
-    speculation = switched(engine)
+    speculation = forced(engine, is_on=False)
     texts = [prompts(10 + 11 * n, seed=n) for n in range(6)]
     for turn in range(2):
         right = [generate(plain, text, max_tokens=50, **OPTIONS[n % 4]) for n, text in enumerate(texts)]
         found = [submit(engine, text, max_tokens=50, **OPTIONS[n % 4]) for n, text in enumerate(texts)]
         while engine.has_work():
             if chooser.random() < 0.1:
-                speculation.is_on, speculation.leaves_out = chooser.random() < 0.4, chooser.random() < 0.6
+                speculation.is_on = chooser.random() < 0.5
             if not engine.step():
                 engine.wait_work(0.01)
         for one, wanted in zip(found, right, strict=True):
@@ -713,10 +615,9 @@ def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Pr
     kept drafts may differ: the second request computes fewer tokens of its prompt, so a GPU takes other
     kernels, and few visible keys mean near ties."""
     engine = make(TARGET, host_blocks=128)
-    speculation = switched(engine)
-    speculation.leaves_out = True
+    speculation = forced(engine, is_on=False)
     first = generate(engine, prompts(30), max_tokens=60)
-    speculation.leaves_out, speculation.is_on = False, True
+    speculation.is_on = True
     history = [*prompts(30), *first.tokens, 5]
     prefix = engine.cache.prefix_of(history)
     assert prefix is not None
@@ -734,7 +635,7 @@ def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Pr
     assert len(pages[0]) == 5 and torch.equal(*pages)
     drafts = pages[0][:, BUILT_IN[TARGET].num_layers :].permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(1)
     blank = (drafts == 0).all(dim=1)
-    assert not blank[:30].any() and blank[33:64].all() and not blank[64:].any()
+    assert not blank[:30].any() and blank[33:].all()
     engine.cache.reset(("device", "host"))
     run_all(engine)
     whole = generate(engine, history, max_tokens=40)
@@ -751,7 +652,7 @@ def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
     """By the end of the step at the latest: whoever passes over its tokens later has nothing to wait for. The
     sanitizer sees it."""
     engine = make(TARGET, host_blocks=64)
-    speculation = switched(engine)
+    speculation = forced(engine, is_on=False)
     speculation.is_on = is_on
     overlap_from(engine, 1 << 30 if captured else 0)
     each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]

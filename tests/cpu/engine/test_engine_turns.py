@@ -158,7 +158,7 @@ def test_everything_about_a_request_reaches_the_scheduler_and_the_sessions(
         hint=hint,
     )
     engine._inbox.run_some()
-    request = engine._parts.scheduler._tracks["mine"].request
+    request = engine._parts.scheduler.lives["mine"].request
     assert (name, request.id, request.prompt, request.sampling) == ("mine", "mine", prompt, params)
     assert (request.priority, request.session, request.adapter) == (-7, "chat", None)
     assert request.prefix == engine.cache.prefix_of(prompt, "salt") != engine.cache.prefix_of(prompt)

@@ -18,6 +18,7 @@ from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import write_tiny_gguf
 from tests.support.adapters import adapter_tensors, write_adapter
 from tests.support.driving import generate, settle_all, tiny_config
+from tests.support.forced import forced
 
 PROMPT = list(range(3, 100))  # six full blocks, and one token that is always computed
 
@@ -78,8 +79,7 @@ def test_drafts_change_an_answer_only_where_rounding_may(tmp_path: Path, weights
     config = config_of(weights, tmp_path)
     drafting = dataclasses.replace(config, speculation=SpeculationConfig("ngram"))
     (plain, _), (engine, sanitizer) = build_sanitized(config), build_sanitized(drafting)
-    assert engine._parts.speculation is not None
-    engine._parts.speculation.force = lambda most: most
+    forced(engine)
     for seed in range(6):
         prompt = (np.random.default_rng(seed).integers(3, 250, 8).tolist() * 4)[:29]
         right, found = (generate(one, prompt, max_tokens=40, logprobs=2) for one in (plain, engine))

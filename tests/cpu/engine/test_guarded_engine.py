@@ -18,6 +18,7 @@ import numpy as np
 from penstock.engine.build import build
 from penstock.engine.execution.executor import Executor
 from tests.support.driving import generate, run_all, settle_all, submit, tiny_config
+from tests.support.forced import forced
 from penstock.testing.guarded import GuardedArena, GuardedSanitizer
 from penstock.testing.sanitized import check_silent
 
@@ -27,7 +28,7 @@ sanitizer = GuardedSanitizer()
 engine = build(tiny_config(host_blocks=64, blocks=24, speculate=SPECULATE), sanitizer=sanitizer)
 parts = engine._parts
 if SPECULATE is not None:
-    parts.speculation.force = lambda most: most
+    forced(engine)
 for arena in (parts.arena, parts.cache.saves.host.memory._arena):
     layout = arena.layout
     sanitizer.guard(GuardedArena(arena.name, arena.tensor.data_ptr(), layout.block_bytes, layout.num_layers, arena.num_slots))

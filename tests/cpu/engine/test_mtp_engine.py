@@ -20,7 +20,6 @@ from penstock.engine.execution import executor as executor_module
 from penstock.engine.execution import warm
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.running_step import RunningStep
-from penstock.errors import InvariantBroken
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.length import StepCosts
@@ -28,7 +27,7 @@ from penstock.speculation.mtp import head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
-from tests.support.switched import Switched, switched
+from tests.support.forced import forced
 
 Prompts = Callable[..., list[int]]
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -87,8 +86,7 @@ def pair(tmp_path: Path, device: str) -> Any:
         drafting = build(
             with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer
         )
-        assert drafting._parts.speculation is not None
-        drafting._parts.speculation.force = lambda most: most
+        forced(drafting)
         made.extend([(plain, None), (drafting, sanitizer)])
         return plain, drafting
 
@@ -181,8 +179,7 @@ def test_drafts_of_a_pruned_vocabulary_are_the_targets(
     plain = build(config)
     vocab = DraftVocab(torch.arange(7, 512, 5).flip(0), 512, "here")
     engine = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain), vocab=vocab)))
-    assert engine._parts.speculation is not None
-    engine._parts.speculation.force = lambda most: most
+    forced(engine)
     found = recorded_drafts(engine, prompts(30), **options)
     drafts = {token for pending in found.values() for token in pending[1:]}
     assert len(drafts) > 5 and drafts <= set(vocab.target_ids.tolist())
@@ -194,10 +191,7 @@ def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any,
     """The head's rows are found again with the target's: computed, on the device, in host memory. The first
     draft of the prompt's end is the same, and so are those of all steps."""
     _, engine = pair(host_blocks=64, prefill_chunk=32)
-    engine._parts.speculation.force = lambda most: 0
-    engine._parts.speculation.__class__ = type(
-        "Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()}
-    )
+    forced(engine, lambda most: 0)
     prompt = prompts(90)
     cold = recorded_drafts(engine, prompt)
     assert len(cold) == 24 and len({tuple(one[1:]) for one in cold.values()}) > 5
@@ -211,12 +205,9 @@ def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any,
 def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: Any, prompts: Prompts) -> None:
     """The head's KV of rejected tokens is written over: behind the same tokens the same is drafted."""
     _, engine = pair()
-    engine._parts.speculation.__class__ = type(
-        "Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()}
-    )
-    engine._parts.speculation.force = lambda most: 0
+    forced(engine, lambda most: 0)
     right = recorded_drafts(engine, prompts(40))
-    engine._parts.speculation.force = lambda most: most
+    forced(engine)
     verified = recorded_drafts(engine, prompts(40))
     assert len(verified) > 10 and all(right[at] == drafts for at, drafts in verified.items())
     assert engine._parts.scheduler.counts.drafted_tokens > 20
@@ -225,74 +216,13 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
 # ----------------------------------------------------------------------------------- while nothing is drafted
 
 
-def late(engine: Engine) -> Switched:
-    """Drafts are made behind every step once it is on, and never verified."""
-    speculation = switched(engine)
-    speculation.force = lambda most: 0
-    return speculation
-
-
 def kv_of_head(engine: Engine, found: Collected) -> torch.Tensor:
     """Of a request that runs: [tokens, 2, heads, width], as far as the head has passed over them."""
     engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler._tracks[found.request_id]
-    num = min(track.num_committed, track.num_followed)
+    track = engine._parts.scheduler.lives[found.request_id]
+    num = track.num_committed
     pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64")), -1]
     return pages.transpose(1, 2).flatten(0, 1)[:num].clone()
-
-
-def kv_after(engine: Engine, prompt: list[int], num_off: int, **options: Any) -> torch.Tensor:
-    """The head's KV of one request and 60 tokens of its answer, behind `num_off` of which drafts begin."""
-    speculation = late(engine)
-    speculation.is_on = num_off == 0
-    found = submit(engine, prompt, max_tokens=70, temperature=1.0, seed=5, **options)
-    while len(found.tokens) < 60:
-        engine.step()
-        speculation.is_on |= len(found.tokens) >= num_off
-    kept = kv_of_head(engine, found)
-    run_all(engine)
-    return kept
-
-
-def assert_same_kv(found: torch.Tensor, right: torch.Tensor) -> None:
-    num = min(len(found), len(right))
-    assert num > 70 and right.std(dim=0).min() > 1e-3, "tokens have KV of their own"
-    torch.testing.assert_close(found[:num], right[:num], rtol=1e-4, atol=1e-5)
-
-
-def test_what_a_head_has_missed_while_nothing_was_drafted_is_caught_up_with(
-    pair: Any, prompts: Prompts
-) -> None:
-    """Its KV is what it would have been; others run beside it, and each has hidden states of its own."""
-    _, engine = pair(prefix_cache=False)
-    right = kv_after(engine, prompts(20), 0)
-    for num_off in (1, 2, 15, 16, 17, 40):
-        others = [
-            submit(engine, prompts(9 + n, seed=n), max_tokens=75, temperature=1.0, seed=n) for n in range(3)
-        ]
-        assert_same_kv(kv_after(engine, prompts(20), num_off), right)
-        assert all(len(one.tokens) == 75 for one in others)
-
-
-def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(
-    pair: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, engine = pair()
-    late(engine)
-    plans, launch = list[StepPlan](), Executor.launch
-    monkeypatch.setattr(
-        Executor, "launch", lambda self, plan, waits: plans.append(plan) or launch(self, plan, waits)
-    )
-    found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=64) for n in range(3)]
-    run_all(engine)
-    passes = [(*(plan.chunks if plan.is_followed else ()), *plan.missed) for plan in plans]
-    num_passes, num_tokens = (
-        sum(map(bool, passes)),
-        sum(len(chunk.tokens) for chunks in passes for chunk in chunks),
-    )
-    num_computed = sum(20 + 5 * n + 63 for n in range(3))
-    assert num_passes <= 3 + 64 // 16 and num_computed - 3 * 17 <= num_tokens <= num_computed
-    assert all(len(one.tokens) == 64 for one in found)
 
 
 @pytest.mark.parametrize("block_tokens", [8, 16])
@@ -309,9 +239,7 @@ def test_an_engine_is_made_warm_with_any_number_of_drafts(
     engine.warm()
     speculation, ahead = engine._parts.speculation, engine._parts.executor.ahead
     assert speculation is not None and ahead is not None and not ahead.failed
-    assert speculation.books.costs.ahead_s >= 0 and all(
-        seconds > 0 for seconds in speculation.books.costs.seconds
-    )
+    assert speculation._costs.making_s >= 0 and all(seconds > 0 for seconds in speculation._costs.seconds)
     assert len(generate(engine, [1, 2, 3], max_tokens=20).tokens) == 20
     engine.close(timeout_s=20.0)
 
@@ -323,11 +251,13 @@ def test_where_steps_are_slow_the_largest_are_not_measured(
     _, engine = pair()
     executor, sizes = engine._parts.executor, list[int]()
     monkeypatch.setattr(
-        Executor, "_step_s", lambda self, plan: sizes.append(plan.num_rows) or 0.1 * plan.num_rows
+        Executor,
+        "_step_s",
+        lambda self, plan, is_alone=False: sizes.append(plan.num_rows) or 0.1 * plan.num_rows,
     )
     guessed = StepCosts((1, 2, 4, 8, 16, 64, 256), (1.0,) * 7)
     costs = executor.measured_costs(0, guessed)
-    assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 4, 1, 4, 1, 4]
+    assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 4, 1, 4]
     assert costs.of(4) == pytest.approx(0.4) and costs.of(256) == pytest.approx(25.6)
 
 
@@ -363,7 +293,7 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     table.release(engine._parts.lanes[0].record())
 
 
-def test_passes_over_what_was_decoded_are_measured_by_the_token(
+def test_what_making_drafts_takes_is_measured_by_the_request(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, engine = pair()
@@ -371,15 +301,11 @@ def test_passes_over_what_was_decoded_are_measured_by_the_token(
 
     def takes(plan: StepPlan) -> float:
         num = len(plan.chunks)
-        return (
-            0.1 + (0.5 + 0.1 * num if plan.num_ahead else 0.0) + (0.25 + 0.01 * num if plan.missed else 0.0)
-        )
+        return 0.1 + (0.5 + 0.1 * num if plan.num_ahead else 0.0)
 
-    monkeypatch.setattr(Executor, "_step_s", lambda self, plan: takes(plan))
+    monkeypatch.setattr(Executor, "_step_s", lambda self, plan, is_alone=False: takes(plan))
     costs = executor.measured_costs(0, StepCosts((1, 2), (1.0, 1.0)))
-    num = executor.limits.block_tokens
-    assert (costs.ahead_s, costs.ahead_row_s) == (pytest.approx(0.6), pytest.approx(0.1))
-    assert (costs.follow_s, costs.follow_row_s) == (pytest.approx(0.26 / num), pytest.approx(0.01 / num))
+    assert (costs.making_s, costs.making_row_s) == (pytest.approx(0.6), pytest.approx(0.1))
 
 
 class Shared(TorchDispatchMode):
@@ -439,58 +365,17 @@ def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(
     engine.close(timeout_s=20.0)
 
 
-def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(
-    pair: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hidden states are kept of a block of each request: behind that they would be another token's."""
-    _, engine = pair()
-    late(engine)
-    may_lag = True
-    monkeypatch.setattr(
-        engine._parts.scheduler, "_is_followed", lambda draft, has_drafts: bool(draft.prefills) or not may_lag
-    )
-    monkeypatch.setattr(engine._parts.scheduler, "_has_block_to_follow", lambda chunks: False)
-    found = submit(engine, prompts(16), max_tokens=40)
-    while len(found.tokens) < 18:
-        engine.step()
-    may_lag = False
-    with pytest.raises(InvariantBroken, match="more than a block"):
-        engine.step()
-
-
-def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_heads_kv(
-    pair: Any, prompts: Prompts
-) -> None:
-    """On the device and in host memory."""
-    _, engine = pair(host_blocks=128)
-    late(engine)
-    first = generate(engine, prompts(30), max_tokens=60)
-    history = [*prompts(30), *first.tokens, 5]
-    found = [kv_after(engine, history, 0)]
-    settle_all(engine)
-    engine.cache.reset(("device",))
-    run_all(engine)
-    found.append(kv_after(engine, history, 0))
-    settle_all(engine)
-    engine.cache.reset(("device", "host"))
-    run_all(engine)
-    computed = kv_after(engine, history, 0)
-    for one in found:
-        assert_same_kv(one, computed)
-
-
 def test_what_is_decoded_while_drafts_do_not_pay_has_no_kv_of_the_head(pair: Any, prompts: Prompts) -> None:
     """Where drafts begin again there is some from then on, and no answer is another."""
     plain, engine = pair()
     engine._parts.arena.tensor.fill_(0.5)  # as if others had used it before
-    speculation = late(engine)
-    speculation.leaves_out = True
+    speculation = forced(engine, is_on=False)
     right, found = generate(plain, prompts(20), max_tokens=90), submit(engine, prompts(20), max_tokens=90)
     while len(found.tokens) < 50:
         engine.step()
     rows = kv_of_head(engine, found).flatten(1)
     assert (rows[:19] != 0).any(dim=1).all() and (rows[20:] == 0).all() and len(rows) > 60
-    speculation.leaves_out, speculation.is_on, speculation.force = False, True, lambda most: most
+    speculation.is_on = True
     while len(found.tokens) < 80:
         engine.step()
     rows = (kv_of_head(engine, found).flatten(1) == 0).all(dim=1)

@@ -23,6 +23,7 @@ from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.execution.sampler import Sampler
 from tests.cpu.engine.test_tiers import forget
 from tests.support.driving import run_all, settle_all, submit, tiny_config
+from tests.support.forced import forced
 
 Prompts = Callable[..., list[int]]
 
@@ -98,7 +99,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Not in checked mode, in which launchers compare bytes and wait for them."""
     made = build(tiny_config(host_blocks=64, speculate=request.param))
     if made._parts.speculation is not None:
-        made._parts.speculation.force = lambda most: most
+        forced(made)
     yield made
     made.close(timeout_s=20.0)
 

@@ -18,6 +18,7 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
 from tests.support.driving import run_all, submit, tiny_config
+from tests.support.forced import forced
 
 VOCAB, PROMPT = 5, (3, 1)
 REQUESTS, TOKENS = 20, 320  # as many drafts as a step may have, at most
@@ -69,7 +70,7 @@ def engine() -> Iterator[Engine]:
     )
     _Table(TARGET, 512).put_into(executor._forward.model)
     _Table(DRAFT, 512).put_into(executor.ahead.guesser._draft.model)
-    made._parts.speculation.force = lambda most: most
+    forced(made)
     yield made
     made.close(timeout_s=20.0)
 

@@ -185,7 +185,7 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
     load, _ = gates(engine)
     load.hold()
     scheduler = engine._parts.scheduler
-    scheduler._retract(scheduler._tracks[found.request_id])
+    scheduler.retract(scheduler.running.requests[found.request_id])
     until(engine, lambda: engine._running is not None and bool(engine._running.loads))
     load.let()
     run_all(engine)
@@ -287,7 +287,7 @@ def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngi
     first = busy(engine, prompts)
     events: list[Any] = []
     params = dataclasses.replace(
-        engine._parts.scheduler._tracks[first.request_id].request.sampling, max_tokens=1
+        engine._parts.scheduler.lives[first.request_id].request.sampling, max_tokens=1
     )
     engine.submit(prompts(80), params, events.append, request_id=first.request_id)
     run_all(engine)

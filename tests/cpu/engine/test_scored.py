@@ -209,7 +209,7 @@ def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
     prompt = prompts(LONG)
     deep = submit(engine, prompt, max_tokens=60, logprobs=2)
     run_until(engine, lambda: len(deep.tokens) == 1)
-    running, fence = engine._parts.scheduler._running, engine._parts.scheduler._steps.last_fence
+    running, fence = engine._parts.scheduler.running, engine._parts.scheduler._steps.last_fence
     track = running.tracks[deep.request_id]
     assert track.table is not None and track.resident is not None
     before = track.table.slots(1024).tolist()
@@ -246,7 +246,7 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(
     while engine.has_work():
         if not engine.step():
             engine.wait_work(0.05)
-        track = engine._parts.scheduler._running.tracks.get(deep.request_id)
+        track = engine._parts.scheduler.running.requests.get(deep.request_id)
         if track is None or track.resident is None or track.table is None or not track.resident._chosen:
             continue
         engine._parts.lanes[0].drain()
@@ -370,7 +370,7 @@ def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(
     generate(engine, prompt, max_tokens=200)
     assert_nothing_held(engine)
     keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
-    (kept,) = engine._parts.scheduler._running.kept._kept.values()
+    (kept,) = engine._parts.scheduler.running.kept._kept.values()
     own = set(kept.keys) - keys
     assert len(kept.keys) % 4 == 0 and LONG + 200 - 64 - 16 <= 16 * len(kept.keys) <= LONG + 200
     assert set(engine.cache.loads.host.keys()) - keys == own == engine.cache.saves._unshared
@@ -423,7 +423,7 @@ def turns_of(engine: Engine, prompts: Prompts, num: int, short: int = -1) -> Ite
 
 
 def kept_of(engine: Engine) -> list[residency.KeptContext]:
-    return list(engine._parts.scheduler._running.kept._kept.values())
+    return list(engine._parts.scheduler.running.kept._kept.values())
 
 
 def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(
@@ -592,9 +592,9 @@ def test_one_that_is_retracted_before_its_first_token_is_told_says_that_it_is_sc
     engine = scored_engine(make_engine)
     deep = submit(engine, prompts(LONG), max_tokens=20)
     scheduler = engine._parts.scheduler
-    run_until(engine, lambda: any(track.num_in_flight for track in scheduler._running.tracks.values()))
+    run_until(engine, lambda: any(track.num_in_flight for track in scheduler.running.requests.values()))
     assert not deep.tokens
-    scheduler._retract(scheduler._running.tracks[deep.request_id])
+    scheduler.retract(scheduler.running.requests[deep.request_id])
     run_all(engine)
     assert len(deep.tokens) == 20 and deep.events[0].scored
 
@@ -685,7 +685,7 @@ def test_whatever_ends_it_while_its_parts_come_it_leaves_what_it_went_on_from(
         engine.cancel(going_on.request_id)
         engine.step()
     else:
-        scheduler._retract(scheduler._running.tracks[going_on.request_id])
+        scheduler.retract(scheduler.running.requests[going_on.request_id])
     assert kept.num_users == 0
     may_go_on.set()
     run_all(engine)
@@ -787,7 +787,7 @@ def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Pro
     generate(engine, prompts(LONG), max_tokens=50, pins=[(600, 640)])
     second = submit(engine, prompts(LONG, 5), max_tokens=200)
     run_until(engine, lambda: len(second.tokens) > 1)
-    resident = engine._parts.scheduler._running.tracks[second.request_id].resident
+    resident = engine._parts.scheduler.running.requests[second.request_id].resident
     assert resident is not None and resident._pinned == (0,) and list(scores._known) == [second.request_id]
     engine.cancel(second.request_id)
     run_all(engine)
@@ -869,7 +869,7 @@ def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(
     may_go_on, stopped = hold_loads(engine)
     run_until(engine, lambda: stopped.is_set() and len(deep.tokens) >= 20)
     scheduler = engine._parts.scheduler
-    scheduler._retract(scheduler._running.tracks[deep.request_id])
+    scheduler.retract(scheduler.running.requests[deep.request_id])
     may_go_on.set()
     run_all(engine)
     assert deep.finish is FinishReason.LENGTH and len(deep.tokens) == 60
@@ -942,8 +942,8 @@ def test_a_random_crowd_of_exact_scored_and_fitting_requests(
             )
         if asked and rng.random() < 0.01:
             engine.cancel(rng.choice(asked)[2].request_id)
-        if rng.random() < 0.02 and len(tracks := engine._parts.scheduler._running.tracks) > 1:
-            engine._parts.scheduler._retract(rng.choice(list(tracks.values())))
+        if rng.random() < 0.02 and len(tracks := engine._parts.scheduler.running.requests) > 1:
+            engine._parts.scheduler.retract(rng.choice(list(tracks.values())))
         if not engine.step():
             engine.wait_work(0.01)
         engine.check()

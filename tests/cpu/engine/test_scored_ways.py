@@ -159,7 +159,7 @@ def resumed(asked: Asked, engine: Engine | None = None) -> Collected:
         if not engine.step():
             engine.wait_work(0.05)
     scheduler = engine._parts.scheduler
-    scheduler._retract(scheduler._running.tracks[answer.request_id])
+    scheduler.retract(scheduler.running.requests[answer.request_id])
     run_all(engine)
     return answer
 

@@ -17,7 +17,7 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from tests.cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
 from tests.support.driving import run_all, submit, tiny_config
-from tests.support.switched import switched
+from tests.support.forced import forced
 
 PACKAGE = str(Path(penstock.__file__).parent) + "/"
 NUM_STEPS = 40  # two blocks and a half
@@ -47,8 +47,7 @@ def lines_of(run: Callable[[], object]) -> int:
 def lines_per_step(config: Config, num_requests: int) -> float:
     engine: Engine = build(config)
     if engine._parts.speculation is not None:
-        engine._parts.speculation.force = lambda most: most
-        switched(engine)  # nothing is drafted, and the head falls behind
+        forced(engine, is_on=False)
     for n in range(num_requests):
         submit(engine, [1 + n, 2, 3, 4], max_tokens=NUM_STEPS + 24)
     for _ in range(8):

@@ -19,8 +19,8 @@ from tests.cpu.engine.test_engine import check_at_rest
 from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.cpu.engine.test_tiers import overlap_from
 from tests.support.driving import Collected, generate, settle_all, submit
+from tests.support.forced import ForcedDevice, forced
 from tests.support.guesses import Guess
-from tests.support.switched import Switched, switched
 
 WAIT_S = 0.01  # at most, for a transfer
 RESIDENT_TOKENS = 128  # longer requests are paged out
@@ -66,7 +66,7 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             entry[0] -= 1
             if entry[0] == 0:
                 engine.cancel(entry[1])
-        if isinstance(drafting := engine._parts.speculation, Switched) and rng.random() < 0.08:
+        if isinstance(drafting := engine._parts.speculation, ForcedDevice) and rng.random() < 0.08:
             drafting.is_on = not drafting.is_on
         if rng.random() < (0.1 if engine.cache.cold_tiers else 0.02):
             engine.cache.reset(rng.choice((("device",), ("host",), ("device", "host"))))
@@ -105,10 +105,8 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         **({"ssd_dir": str(tmp_path / "disk"), "ssd_gib": 0.05} if seed % 4 in (1, 3) else {}),
         **({"resident_tokens": RESIDENT_TOKENS, "max_model_len": 256} if host_blocks >= 40 else {}),
     )
-    if (speculation := engine._parts.speculation) is not None:
-        speculation.force = lambda most: rng.randrange(most + 1)
-        if seed % 3:
-            switched(engine).is_on = True
+    if engine._parts.speculation is not None:
+        forced(engine, lambda most: rng.randrange(most + 1))
     if "host" in engine.tiers and seed % 3:
         # every step layer by layer over its loads; the others wait for all of them, but for the longest
         overlap_from(engine, 0)

@@ -11,6 +11,7 @@ import pytest
 from penstock.contract import FinishReason, Grammar, Thought
 from penstock.engine.engine import Engine
 from tests.support.driving import Collected, generate, run_all, submit
+from tests.support.forced import forced
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -94,8 +95,7 @@ def test_an_answer_behind_reasoning_fits_its_grammar(
 
 
 def drafting(engine: Engine) -> Engine:
-    assert engine._parts.speculation is not None
-    engine._parts.speculation.force = lambda most: most
+    forced(engine)
     return engine
 
 

@@ -16,7 +16,7 @@ from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams,
 from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packer
-from penstock.engine.scheduling.track import State
+from penstock.engine.scheduling.stages import State
 from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.slots import SlotState
 from penstock.kv.transfer import Group, Transfer
@@ -508,7 +508,7 @@ def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, promp
     turn(engine, 4)
     (track,) = [
         track
-        for track in engine._parts.scheduler._running.tracks.values()
+        for track in engine._parts.scheduler.running.requests.values()
         if track.request.id == returning.request_id
     ]
     assert track.state is State.LOADING and track.load is not None and not track.load.settled

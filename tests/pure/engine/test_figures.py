@@ -21,7 +21,7 @@ from penstock.contract import (
 )
 from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
-from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
+from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace, ScoringCost
 from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.stages import State
 from penstock.figures import Histogram
@@ -101,11 +101,9 @@ def test_events_without_tokens_are_not_timed(clock: Clock) -> None:
 def test_a_retraction_is_timed_until_the_request_runs_again(clock: Clock) -> None:
     outbox = Outbox()
     outbox.open("r", lambda event: None, arrival_s=98.0)
-    lives = [("r", State.RETRACTED), ("gone", State.RETRACTED)]
-    outbox.note_lives(lives)
-    assert lives == []
+    outbox.note_moves([("r", State.RETRACTED), ("gone", State.RETRACTED)])
     clock.now += 3.0
-    outbox.note_lives([("r", State.RUNNING), ("gone", State.RUNNING)])
+    outbox.note_moves([("r", State.RUNNING), ("gone", State.RUNNING)])
     assert totals(outbox)["resumed"] == (1, 3.0)
 
 
@@ -135,9 +133,9 @@ def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock
 
     start("begins first")
     clock.now = 101.0
-    outbox.note_lives([("loads twice", State.LOADING), ("begins first", State.LOADING)])
+    outbox.note_moves([("loads twice", State.LOADING), ("begins first", State.LOADING)])
     clock.now = 103.0
-    outbox.note_lives([("loads twice", State.LOADING)])
+    outbox.note_moves([("loads twice", State.LOADING)])
     clock.now = 104.0
     start("loads twice")
     start("loads nothing")
@@ -202,7 +200,7 @@ def paced(
 ) -> tuple[int, float] | tuple[int, float, str] | None:
     """What a step of these chunks says about prefills: tokens, and depth, and whether that is what they take
     at most."""
-    pace = Pace(Clock())
+    pace = Pace(ScoringCost(), Clock())
     pace.launched(plan(*chunks, loads=loads))
     found = pace.read()
     if found is None:
@@ -240,7 +238,7 @@ def test_a_step_takes_from_its_launch_or_the_end_of_the_one_before(
     launch_s: tuple[float, float], seconds: tuple[float, float]
 ) -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = Pace(ScoringCost(), clock)
     events: list[tuple[float, Callable[[], object]]] = [
         (at, lambda: pace.launched(plan((0, 64)))) for at in launch_s
     ]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
-import pytest
 
 from penstock.contract import Chunk, Scoring, StepPlan
-from penstock.engine.pace import LEAST_TAU, Decoded, Pace, Prefill, ScoringCost
+from penstock.engine.pace import LEAST_TAU, Pace, Prefill, ScoringCost
 from penstock.engine.scheduling.residency import FIRST_TAU
 
 
@@ -44,7 +42,7 @@ def test_a_step_runs_from_the_end_of_the_one_before_it() -> None:
     """Two steps are launched together: the second waits for the first, and that wait is none of its own
     time."""
     clock = Clock()
-    pace = Pace(clock)
+    pace = Pace(ScoringCost(), clock)
     clock.now_s = 10.0
     pace.launched(plan((0, 64)))
     clock.now_s = 11.0
@@ -57,7 +55,7 @@ def test_a_step_runs_from_the_end_of_the_one_before_it() -> None:
 
 def test_a_step_that_was_launched_late_runs_from_its_launch() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = Pace(ScoringCost(), clock)
     assert taken(pace, clock, plan((0, 64)), 1.0) == Prefill(64, 32.0, 1.0)
     clock.now_s += 100.0  # nothing to do
     assert taken(pace, clock, plan((0, 64)), 2.0) == Prefill(64, 32.0, 2.0)
@@ -65,14 +63,14 @@ def test_a_step_that_was_launched_late_runs_from_its_launch() -> None:
 
 def test_a_step_that_waits_for_a_load_says_nothing_about_prefills() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = Pace(ScoringCost(), clock)
     assert taken(pace, clock, plan((0, 64), loads=("r",)), 1.0) is None
     assert taken(pace, clock, plan((0, 64)), 1.0) is not None, "the next one does"
 
 
 def test_a_step_that_is_not_mostly_prefill_says_what_prompts_take_at_most() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = Pace(ScoringCost(), clock)
     decodes = [(50, 1)] * 10
     assert taken(pace, clock, plan(*decodes, (0, 90)), 1.0) == Prefill(90, 45.0, 1.0)
     assert taken(pace, clock, plan(*decodes, (0, 89)), 1.0) == Prefill(89, 44.5, 1.0, at_most=True)
@@ -89,55 +87,9 @@ def test_a_step_that_is_not_mostly_prefill_says_what_prompts_take_at_most() -> N
 
 def test_the_depth_of_several_prompts_is_that_of_their_tokens() -> None:
     clock = Clock()
-    assert taken(Pace(clock), clock, plan((0, 100), (1000, 300)), 1.0) == Prefill(
+    assert taken(Pace(ScoringCost(), clock), clock, plan((0, 100), (1000, 300)), 1.0) == Prefill(
         400, (100 * 50 + 300 * 1150) / 400, 1.0
     )
-
-
-# ---------------------------------------------------------------------------------------------------- decodes
-
-
-def test_a_step_that_does_not_only_decode_says_nothing_about_decodes() -> None:
-    """Also where the step before it did: that one's time is not told a second time."""
-    clock = Clock()
-    pace = Pace(clock)
-    taken(pace, clock, plan((50, 1), (60, 1)), 0.5)
-    assert pace.decoded == Decoded(2, 2, 0.5, 0)
-    taken(pace, clock, plan((50, 1), (0, 64)), 2.0)
-    assert pace.decoded is None
-    taken(pace, clock, plan((51, 1)), 0.25)
-    assert pace.decoded == Decoded(1, 1, 0.25, 0)
-
-
-def test_a_decode_has_what_the_host_did_before_it_and_no_pause() -> None:
-    clock = Clock()
-    pace = Pace(clock)
-    taken(pace, clock, plan((50, 1)), 1.0)
-    clock.now_s += 0.5  # the host, between two steps
-    taken(pace, clock, plan((51, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 1.5, 0)
-    clock.now_s += 1.0  # as long as the step: nobody had asked for anything
-    taken(pace, clock, plan((52, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 1.0, 0)
-
-
-def test_a_step_after_drafts_has_all_that_the_host_did_before_it() -> None:
-    """Their result was read before it was planned: that is no pause, however quick the device is."""
-    clock = Clock()
-    pace = Pace(clock)
-    with_drafts = Chunk("r", 0, 50, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
-    taken(pace, clock, StepPlan(1, (with_drafts,), 1, num_ahead=4), 1.0)
-    assert pace.decoded == Decoded(1, 3, 1.0, 4)
-    clock.now_s += 2.0
-    taken(pace, clock, plan((52, 1)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 3.0, 0)
-
-
-def test_a_decode_says_whether_earlier_tokens_were_passed_over_behind_it() -> None:
-    clock = Clock()
-    pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
-    taken(pace, clock, dataclasses.replace(plan((50, 1)), missed=(missed,)), 1.0)
-    assert pace.decoded == Decoded(1, 1, 1.0, 0, catches_up=True)
 
 
 def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
@@ -154,7 +106,7 @@ def test_what_scoring_takes_is_compared_with_steps_that_bring_nothing_up() -> No
     """A step that reads blocks of host memory, or waits for some, takes many times as long: scoring would
     look as if it cost nothing."""
     clock = Clock()
-    pace = Pace(clock)
+    pace = Pace(ScoringCost(), clock)
     taken(pace, clock, decode(), 1.0)
     taken(pace, clock, decode(paged=True), 100.0)
     taken(pace, clock, decode(paged=True, scores=True), 100.0)
@@ -194,22 +146,3 @@ def test_scoring_that_costs_nothing_is_done_as_often_as_can_be_and_steps_without
         cost.add(plain_s, scores=False)
         cost.add(1.0, scores=True)
     assert (free.tau, untimed.tau) == (LEAST_TAU, FIRST_TAU)
-
-
-@pytest.mark.parametrize("kind", ["plain", "makes drafts", "verifies drafts", "catches up"])
-def test_a_step_is_known_to_lead_to_one_that_has_to_do_with_drafts(kind: str) -> None:
-    """That one is planned and launched before the first is read: the host's work for it is in the first one's
-    time."""
-    clock, chunk = Clock(), Chunk("r", 0, 51, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
-    pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
-    changes: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "makes drafts": {"num_ahead": 4},
-        "verifies drafts": {"chunks": (chunk,)},
-        "catches up": {"missed": (missed,)},
-    }
-    pace.launched(plan((50, 1)))
-    clock.now_s += 1.0
-    pace.launched(dataclasses.replace(plan((51, 1)), **changes[kind]))
-    pace.read()
-    assert pace.decoded == Decoded(1, 1, 1.0, 0, leads=kind != "plain")

@@ -81,17 +81,6 @@ def test_no_more_than_the_last_tokens_are_searched(monkeypatch: pytest.MonkeyPat
     assert proposer.propose([*text, 100, 101, 55, 56], 1) == (57,)
 
 
-def test_hindsight_has_what_would_have_been_proposed_before_the_last_tokens_came() -> None:
-    """With what was known then: neither those tokens nor what they make of the text."""
-    assert NgramProposer().hindsight([1, 2, 3, 4, 5, 1, 2, 3, 4, 9], 3) == 2
-    assert NgramProposer().hindsight([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], 3) == 3
-    assert NgramProposer().hindsight([1, 2, 3, 4, 5, 1, 2, 9, 9, 9], 3) == 0
-    assert NgramProposer().hindsight([1, 2, 7, 8, 1, 2, 7, 8], 4) is None, (
-        "nothing had repeated itself by then"
-    )
-    assert NgramProposer().hindsight([1, 2], 4) is None
-
-
 def test_a_text_is_taken_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the length of the text before it, a step takes in the tokens that are new."""
     taken: list[int] = []

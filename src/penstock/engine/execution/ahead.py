@@ -5,8 +5,8 @@ Their KV is in further layers of every block, after the target's: it is saved, l
 model's entry of a token is at the token's own position. A head's entry is at the position of the token
 before, whose hidden state it takes.
 
-A decode-only step writes zeros there. A pass replaces them with KV, right after the step or some steps later.
-While drafts do not pay there may be no pass: then the zeros stay, and attention masks these tokens.
+A decode-only step writes zeros there. While drafting is on, a pass right after the step replaces them with
+KV. While it is off there is no pass: the zeros stay, and attention masks these tokens.
 """
 
 from __future__ import annotations
@@ -45,16 +45,14 @@ class Guesser(Protocol):
     """Guesses from a step and from drafts, and keeps KV of its own."""
 
     max_position: int
+    attention: Attention  # over its own layers; perhaps the target's
     target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: ids are equal
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         """Only the KV of the step's tokens."""
 
-    def note(self, flow: Flow) -> None:
-        """After a decode-only step: store what `catch_up` needs, and zeros as KV of its tokens."""
-
-    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        """KV of tokens of earlier steps, at most a block per request; `rows` [T] are their rows."""
+    def blank(self, flow: Flow) -> None:
+        """Zeros as KV of a decode-only step's tokens."""
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         """The KV, and a guess at the token after the one that each request has sampled; `place` is at the
@@ -67,27 +65,18 @@ class Guesser(Protocol):
 class HeadGuesser:
     """A multi-token-prediction head over the target's hidden states."""
 
-    def __init__(self, head: MtpHead, attention: Attention, num_rows: int) -> None:
-        self._head, self._attention = head, attention
+    def __init__(self, head: MtpHead, attention: Attention) -> None:
+        self._head, self.attention = head, attention
         attention.blank_from = attention.arena.shape[1] - 1
         self._own = attention.arena[:, attention.blank_from :]
-        arena, size = attention.arena, (num_rows, 2 * attention.arena.shape[3], head.dims.hidden)
-        # hidden states: of one block, and of the tokens decoded meanwhile
-        self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
 
-    def note(self, flow: Flow) -> None:
-        inputs = flow.bound_inputs()
-        assert flow.hidden is not None and flow.residual is not None
-        note(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
-        blank(self._own, inputs.write_at)
-
-    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        self._head.fill(self._noted[_places(rows, inputs.positions, self._noted)], nexts, self._kv(inputs))
+    def blank(self, flow: Flow) -> None:
+        blank(self._own, flow.bound_inputs().write_at)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
@@ -100,7 +89,7 @@ class HeadGuesser:
 
     def _kv(self, inputs: StepInputs) -> BoundKv:
         """The head's only layer is the last one of the arena."""
-        return BoundKv(self._attention, inputs, self._attention.blank_from)
+        return BoundKv(self.attention, inputs, self.attention.blank_from)
 
 
 class ModelGuesser:
@@ -108,7 +97,7 @@ class ModelGuesser:
 
     def __init__(self, draft: DraftModel, attention: Attention) -> None:
         """`attention` is over the model's own part of the arena."""
-        self._draft, self._attention = draft, attention
+        self._draft, self.attention = draft, attention
         attention.blank_from = 0
         self.max_position = draft.model.config.max_position
         self.target_ids: Tensor | None = None
@@ -116,11 +105,8 @@ class ModelGuesser:
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._run(flow.bound_inputs(), _NO_TOKENS)
 
-    def note(self, flow: Flow) -> None:
-        blank(self._attention.arena, flow.bound_inputs().write_at)
-
-    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        self._run(inputs, _NO_TOKENS)
+    def blank(self, flow: Flow) -> None:
+        blank(self.attention.arena, flow.bound_inputs().write_at)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         """In one pass if the step has no prompts: all KV of a layer is written before any row attends."""
@@ -139,7 +125,7 @@ class ModelGuesser:
         return _Guess(logits, place)
 
     def _run(self, inputs: StepInputs, at: slice) -> Tensor | None:
-        return self._draft.step(inputs.tokens, BoundKv(self._attention, inputs), at)
+        return self._draft.step(inputs.tokens, BoundKv(self.attention, inputs), at)
 
 
 class Passes:
@@ -152,6 +138,10 @@ class Passes:
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # drafting has stopped for good
+
+    def blank(self, flow: Flow) -> None:
+        """After a decode-only step: no draft attends to old bytes at the place of its tokens."""
+        self.attempt(self.guesser.blank, flow)
 
     def attempt(self, work: Callable[..., None], *args: object) -> None:
         """Drafts are optional: if a pass fails, the step's own result stays valid, and no more drafts are
@@ -201,17 +191,6 @@ class Passes:
         )
 
 
-def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
-    """Store the hidden state of each token in its request's row of `noted` [rows, places, width], at its
-    position modulo places."""
-    if noted.is_cuda:
-        from penstock.engine.execution import triton_steps
-
-        triton_steps.note(hidden, residual, rows, positions, noted)
-        return
-    noted.index_put_(_places(rows, positions, noted), _state(hidden, residual).to(noted.dtype))
-
-
 def blank(arena: Tensor, write_at: Tensor) -> None:
     """Write zeros to all layers of `arena` at `write_at`."""
     if arena.is_cuda:
@@ -223,18 +202,11 @@ def blank(arena: Tensor, write_at: Tensor) -> None:
     arena[(write_at // size).long(), :, :, (write_at % size).long()] = 0.0
 
 
-def _places(rows: Tensor, positions: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.long(), positions.long() % noted.shape[1]
-
-
-def _state(hidden: Tensor, residual: Tensor) -> Tensor:
-    """`hidden` [T, width], or shares of it [shares, T, width]."""
-    return residual + (hidden.sum(dim=0) if hidden.dim() == 3 else hidden).to(residual.dtype)
-
-
 def _hidden_of(flow: Flow) -> Tensor:
-    assert flow.hidden is not None and flow.residual is not None
-    return _state(flow.hidden, flow.residual)
+    """[T, width], also if the last layer left shares [shares, T, width]."""
+    hidden, residual = flow.hidden, flow.residual
+    assert hidden is not None and residual is not None
+    return residual + (hidden.sum(dim=0) if hidden.dim() == 3 else hidden).to(residual.dtype)
 
 
 def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:

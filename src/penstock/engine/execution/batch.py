@@ -444,20 +444,13 @@ def _pack_nexts(
             -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
         )
         at, sample = end, sample + max(chunk.num_logits, is_bucket)
-    # vectorised: a catch-up has hundreds of requests
-    if prompts := chunks[num_decodes:]:
-        into[at : at + gap] = 0
-        at += gap
-        lens = np.fromiter(map(len, map(TOKENS_OF, prompts)), np.int32, len(prompts))
-        lasts, end = at + np.cumsum(lens) - 1, at + int(lens.sum())
-        into[at : end - 1] = np.fromiter(
-            itertools.chain.from_iterable(map(TOKENS_OF, prompts)), np.int32, end - at
-        )[1:]
-        num_logits = _column(prompts, "num_logits")
-        num_samples = np.maximum(num_logits, is_bucket)
-        samples = sample + np.cumsum(num_samples) - num_samples
-        into[lasts] = np.where(num_logits > 0, -1 - samples, _column(prompts, "next_token"))
-        at = end
+    into[at : at + gap] = 0
+    at += gap
+    for chunk in chunks[num_decodes:]:
+        end = at + len(chunk.tokens)
+        into[at : end - 1] = chunk.tokens[1:]
+        into[end - 1] = -1 - sample if chunk.num_logits else chunk.next_token
+        at, sample = end, sample + max(chunk.num_logits, is_bucket)
     into[at:] = 0
 
 

@@ -18,7 +18,6 @@ from penstock.contract import MAX_LOGPROBS, Access, Adapter, Chunk, Fence, Mode,
 from penstock.engine.execution import warm
 from penstock.engine.execution.ahead import Passes
 from penstock.engine.execution.arriving import Arriving
-from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import TOKENS_OF, Drafted, Packed, Packer, Shape, StepInputs
 from penstock.engine.execution.draws import DrawKind
 from penstock.engine.execution.forward import Flow, Forward
@@ -53,8 +52,6 @@ _LOGPROB_ROWS = 128  # prompt positions whose logits are held at one time: 128 *
 _SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
 _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
-_NOTES = "hidden states by row"
-_MISSED = "inputs of catching up"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # one slot, one layer
 _NO_WAITS = Waits()
 _TIMED_STEPS = 8
@@ -127,14 +124,15 @@ class Executor:
         buckets: Sequence[Shape],
         weights_of: Callable[[Adapter], AdapterWeights],
         grammars: Grammars,
+        ahead: Passes | None = None,
     ) -> None:
+        """`ahead`: makes drafts on the device."""
         device = forward.model.device
         self.masks = Masks(grammars, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # set if there is host memory to page out to
         self.scores: ContextKeys | None = None  # set if requests may attend to a part of their context
-        self.ahead: Passes | None = None  # set if drafts are made on the device
-        self.draft_attention: Attention | None = None  # the draft model's, over its own part of the arena
+        self.ahead = ahead
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -173,20 +171,7 @@ class Executor:
                 self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
-        # after all steps: none of them has results in memory that these use
-        if self.ahead is not None and buckets:
-            for exponent in reversed(range((self.limits.max_batch - 1).bit_length() + 1)):
-                self._replays.get_catch_up(1 << exponent, self.ahead.guesser.catch_up)
         progress("capturing steps", len(buckets), len(buckets))
-
-    def draft_with(self, passes: Passes) -> None:
-        """Make drafts on the device. Call it before any capture."""
-        self.ahead = passes
-        num_ints = self._replays.catch_up_ints(2 * self.limits.max_batch)
-        self._staged_missed = StagingRing(
-            num_ints, self._lane, "staged inputs of catching up", pinned=self._device.type == "cuda"
-        )
-        self._forward.note = partial(passes.attempt, passes.guesser.note)
 
     def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
         """Allow requests to attend to a part of their context; key bounds of `num_kept` parts are kept for
@@ -198,9 +183,11 @@ class Executor:
         will launch steps."""
         limits, model = self.limits, self._forward.model
         sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
-        for attention in (self._forward.attention, self.draft_attention):
-            if attention is not None:
-                attention.warm(sizes.prefill_chunk, max_tokens, progress)
+        attentions = [self._forward.attention]
+        if self.ahead is not None and self.ahead.guesser.attention is not attentions[0]:
+            attentions.append(self.ahead.guesser.attention)
+        for attention in attentions:
+            attention.warm(sizes.prefill_chunk, max_tokens, progress)
         kinds = (
             warm.all_kinds(sizes, self._replays.buckets)
             if self._device.type == "cuda"
@@ -232,40 +219,33 @@ class Executor:
             step_s = self._step_s(warm.verify_plan(size, slot, block_tokens, self.limits.max_request_drafts))
             seconds.append(max(step_s, *seconds[-1:], 0.0))  # more rows never take less: smooths noise
         measured = replace(costs, sizes=costs.sizes[: len(seconds)], seconds=tuple(seconds))
-        if self.ahead is None:
-            return measured
         counts = 1, min(self.limits.max_batch, measured.sizes[-1])
-        num_late = min(block_tokens, self._forward.model.config.max_position - 1)
-        plain = [self._step_s(warm.decode_plan(num, slot, block_tokens, 0)) for num in counts]
-        ahead = [
-            self._step_s(warm.decode_plan(num, slot, block_tokens, self.limits.num_ahead)) for num in counts
-        ]
-        late = [
-            self._step_s(warm.decode_plan(num, slot, block_tokens, 0, num_missed=num_late)) for num in counts
-        ]
-        ahead_s, ahead_row_s = _more_s(plain, ahead, counts)
-        late_s, late_row_s = _more_s(plain, late, counts)
-        follow_s, follow_row_s = late_s / num_late, late_row_s / num_late
-        return replace(
-            measured, ahead_s=ahead_s, ahead_row_s=ahead_row_s, follow_s=follow_s, follow_row_s=follow_row_s
+        plain, making = (
+            [self._step_s(warm.decode_plan(num, slot, block_tokens, num_ahead), is_alone) for num in counts]
+            for num_ahead, is_alone in ((0, False), (self.limits.num_ahead, self.ahead is None))
         )
+        few_s, many_s = (max(0.0, other - one) for one, other in zip(plain, making, strict=True))
+        row_s = max(0.0, many_s - few_s) / max(1, counts[1] - counts[0])
+        return replace(measured, making_s=few_s, making_row_s=row_s)
 
-    def _step_s(self, plan: StepPlan) -> float:
-        """Time of such a step in a pipeline, where each is launched while the one before runs. A slow step is
-        timed alone."""
+    def _step_s(self, plan: StepPlan, is_alone: bool = False) -> float:
+        """Time of such a step in a pipeline, where each is launched while the one before runs. A slow step,
+        or one that `is_alone`, is launched after the one before was read."""
         started_s = time.perf_counter()
         _wait_step(self.launch(plan))
         ended_s = time.perf_counter()
         if ended_s - started_s > _MEASURED_S / 4:
             return ended_s - started_s
         plan = replace(plan, starts=())  # rows are set up already
-        running, times = self.launch(plan), list[float]()
+        running, times = None if is_alone else self.launch(plan), list[float]()
         while len(times) < _TIMED_STEPS and sum(times) < _MEASURED_S / 4:
-            running, before = self.launch(plan), running
-            _wait_step(before)
+            launched = self.launch(plan)
+            _wait_step(running or launched)
+            running = None if is_alone else launched
             times.append(time.perf_counter() - ended_s)
             ended_s += times[-1]
-        _wait_step(running)
+        if running is not None:
+            _wait_step(running)
         return statistics.median(times)
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
@@ -276,10 +256,6 @@ class Executor:
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(
                 f"step {plan.number} wants several tokens for one request: a row has only one last token"
-            )
-        if any(len(chunk.tokens) > self.limits.block_tokens for chunk in plan.missed):
-            raise InvariantBroken(
-                f"step {plan.number} catches up on more than a block: only one block of hidden states is kept"
             )
         if (
             max(map(len, map(TOKENS_OF, plan.chunks[: plan.num_decodes])), default=0)
@@ -338,9 +314,8 @@ class Executor:
                     "sample",
                     accesses,
                 )
-            if self.ahead is not None and plan.missed and not self.ahead.failed:
-                self._submit_missed(self.ahead, chain, arriving, plan, packed.gap, flow, bucket is not None)
-            if self.ahead is not None and plan.is_followed and not self.ahead.failed:
+            runs_ahead = plan.num_ahead > 0 or not plan.is_decode
+            if self.ahead is not None and runs_ahead and not self.ahead.failed:
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
@@ -390,12 +365,11 @@ class Executor:
     def _embed_access(self, packed: Packed) -> Access:
         return Access(_SAMPLER, packed.row_of, _LAST, Mode.READ)
 
-    def _note_accesses(self, packed: Packed) -> tuple[Access, ...]:
-        """Accesses of the note op of a decode-only step."""
-        if self._forward.note is None or not packed.shape.is_decode:
+    def _blank_accesses(self, packed: Packed) -> tuple[Access, ...]:
+        """A decode-only step blanks the draft KV of its tokens."""
+        if self.ahead is None or not packed.shape.is_decode:
             return ()
-        layers = self._forward.model.config.num_layers, self.limits.num_layers
-        return Access(_NOTES, packed.row_of, *_ONE[1:], Mode.WRITE), self._accesses(packed, layers)[1]
+        return self._accesses(packed, (self._forward.model.config.num_layers, self.limits.num_layers))[1:]
 
     def _sample_accesses(self, plan: SamplePlan, masks: StepMasks | None, captured: bool) -> list[Access]:
         state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties or plan.ends else _LAST, Mode.WRITE)
@@ -417,7 +391,7 @@ class Executor:
 
         chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
         self._submit_place(chain, packed, flow, lambda: landed[0])
-        others = {"embed": (self._embed_access(packed),), "note": self._note_accesses(packed)}
+        others = {"embed": (self._embed_access(packed),), "blank": self._blank_accesses(packed)}
         for op, layers, label in self._forward.ops(flow, packed.shape.is_decode):
             self._wait_for(arriving, chain, layers[1])
             if packed.paged and layers[1] > layers[0]:
@@ -498,7 +472,7 @@ class Executor:
             Access(_GRAPHS, *_ONE, Mode.WRITE),
         )
         chain.last = self._lane.replay(
-            captured.replay, (*kv, *others, *self._note_accesses(packed)), after=chain.last
+            captured.replay, (*kv, *others, *self._blank_accesses(packed)), after=chain.last
         )
         return captured.flow, lambda: inputs
 
@@ -609,71 +583,6 @@ class Executor:
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _submit_missed(
-        self,
-        ahead: Passes,
-        chain: _Chain,
-        arriving: Arriving,
-        plan: StepPlan,
-        gap: int,
-        flow: Flow,
-        is_captured: bool,
-    ) -> None:
-        """The draft model's pass over tokens of earlier steps that it has missed. `gap`: padding rows after
-        the step's decodes."""
-        layers = self._forward.model.config.num_layers, self.limits.num_layers
-        # The token after each last one is the first of its chunk in this step; the device has it by now.
-        places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
-        places[plan.num_decodes :] += gap
-        first_of = {
-            chunk.request_id: -1 - place for chunk, place in zip(plan.chunks, places.tolist(), strict=False)
-        }
-        missed = tuple(chunk._replace(next_token=first_of[chunk.request_id]) for chunk in plan.missed)
-        lens = np.array([len(chunk.tokens) for chunk in missed])
-        num, num_single = int(lens.sum()), int((lens == 1).sum())
-        captured = None
-        # the results of the captured step in memory are no longer needed
-        if is_captured and not plan.is_followed and not num_single:
-            captured = self._replays.get_catch_up(len(missed), ahead.guesser.catch_up)
-        host, array = self._staged_missed.next()
-        end = 2 * (num if captured is None else captured.shape.num_tokens)
-        packed = self._packer.pack(
-            missed, num_single, None if captured is None else captured.shape, array[end:]
-        )
-        rows, nexts = array[: end // 2], array[end // 2 : end]
-        rows[:num], rows[num:] = np.repeat([chunk.row for chunk in missed], lens), self.limits.max_batch
-        nexts[:] = packed.ints[packed.nexts_at : packed.nexts_at + len(nexts)]
-        host = host[: end + packed.nexts_at]
-
-        def run() -> None:
-            ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
-            of_rows, given, ours = ints.split([end // 2, end // 2, len(ints) - end])
-            inputs = packed.shape.views(
-                ours, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans
-            )
-            known = flow.bound_inputs().tokens[(-1 - given).clamp(min=0).long()]
-            ahead.attempt(ahead.guesser.catch_up, inputs, of_rows, torch.where(given < 0, known, given))
-
-        self._wait_for(arriving, chain, layers[1])
-        staged, notes = (
-            self._staged_missed.access(Mode.READ),
-            Access(_NOTES, rows[:num], *_ONE[1:], Mode.READ),
-        )
-        accesses = [
-            *self._accesses(packed, layers),
-            notes,
-            *(Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)),
-        ]
-        if captured is None:
-            chain.submit(run, "missed", [*accesses, staged])
-        else:
-            inputs, one = captured.inputs, Access(_MISSED, *_ONE, Mode.WRITE)
-            chain.submit(lambda: move(inputs[: len(host)], host), "upload", [staged, one])
-            chain.last = self._lane.replay(
-                captured.replay, [*accesses, one._replace(mode=Mode.READ)], after=chain.last
-            )
-        self._staged_missed.used_until(self._lane.record())
-
     def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
         ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
         assert ahead is not None
@@ -713,12 +622,6 @@ class Executor:
 def _wait_step(step: RunningStep) -> None:
     if (error := step.wait_error()) is not None:
         raise error
-
-
-def _more_s(plain: Sequence[float], others: Sequence[float], counts: tuple[int, int]) -> tuple[float, float]:
-    """Extra time of `others` over `plain` with the fewest requests, and per further request."""
-    few, many = (max(0.0, other - one) for one, other in zip(plain, others, strict=True))
-    return few, max(0.0, many - few) / max(1, counts[1] - counts[0])
 
 
 def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:

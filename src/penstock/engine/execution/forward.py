@@ -81,16 +81,21 @@ class Forward:
     """Makes the ops of one pass over a model."""
 
     def __init__(
-        self, model: Decoder, attention: Attention, pending: Tensor, begin: Callable[[], None] = lambda: None
+        self,
+        model: Decoder,
+        attention: Attention,
+        pending: Tensor,
+        begin: Callable[[], None] = lambda: None,
+        blank: Callable[[Flow], None] | None = None,
     ) -> None:
-        """`begin` is called first in every pass, on the compute thread."""
+        """`begin` is called first in every pass, on the compute thread; `blank` last in every decode-only
+        pass."""
         self.model = model
         self._begin = begin
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
         self._pending = pending
-        # set if hidden states of decoded tokens are needed later
-        self.note: Callable[[Flow], None] | None = None
+        self._blank = blank
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""
@@ -98,14 +103,16 @@ class Forward:
             LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}")
             for i in range(self.model.config.num_layers)
         ]
-        notes = (
-            [] if self.note is None or not is_decode else [LayerOp(partial(self.note, flow), (0, 0), "note")]
+        blanks = (
+            [LayerOp(partial(self._blank, flow), (0, 0), "blank")]
+            if self._blank is not None and is_decode
+            else []
         )
         return [
             LayerOp(partial(self._embed, flow), (0, 0), "embed"),
             *layers,
             LayerOp(partial(self._head, flow), (0, 0), "head"),
-            *notes,
+            *blanks,
         ]
 
     def _embed(self, flow: Flow) -> None:

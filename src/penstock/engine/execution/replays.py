@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract import StepPlan
-from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape, StepInputs
+from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Replay
@@ -112,14 +112,6 @@ class CapturedPass(NamedTuple):
     rows: Tensor  # int32 [T]
 
 
-class CapturedCatchUp(NamedTuple):
-    """The captured pass over tokens of earlier steps; it can follow any captured step."""
-
-    replay: Replay
-    shape: Shape
-    inputs: Tensor  # int32: the row of each token, the token after each, then the inputs of `shape`
-
-
 class Replays:
     """One captured step per shape. Replays follow each other on one lane, so one input buffer serves them
     all."""
@@ -140,7 +132,6 @@ class Replays:
         self._others = others
         self._captured: dict[Shape, Captured] = {}
         self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
-        self._catch_ups: dict[int, CapturedCatchUp] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=_in_order))
         # successive steps have few different sizes
@@ -213,47 +204,6 @@ class Replays:
             replay = self._record(f"drafts of {bucket.num_tokens}{' deep' if bucket.deep else ''}", ops)
             found = self._passes[bucket, kind] = CapturedPass(replay, nexts, lasts, rows)
         return found
-
-    def get_catch_up(
-        self, num_requests: int, run: Callable[[StepInputs, Tensor, Tensor], None]
-    ) -> CapturedCatchUp:
-        """`run` over up to a block of tokens of each of `num_requests` requests, captured now if needed. A
-        negative next token, -1 - place, refers to a token of the captured step before."""
-        size = 1 << (num_requests - 1).bit_length()
-        found = self._catch_ups.get(size)
-        if found is None:
-            num = size * self._packer.block_tokens
-            shape = Shape(num, size, size)
-            num_ints, device = self.catch_up_ints(size), self.inputs.device
-            # On a CPU torch would run this on several threads, and the engine thread would keep its team of
-            # them. With more threads than cores, OpenMP puts those of the compute lane to sleep between any
-            # two operations.
-            on_cuda = device.type == "cuda"
-            ints = (
-                torch.zeros(num_ints, dtype=torch.int32, device=device)
-                if on_cuda
-                else torch.from_numpy(np.zeros(num_ints, np.int32))
-            )
-            rows, given, packed = ints.split([num, num, len(ints) - 2 * num])
-            inputs = shape.views(packed, 0, max_q_len=0, max_kv_len=0)
-            blank = torch.from_numpy(self._packer.pack((), 0, shape, np.empty(len(packed), np.int32)).ints)
-
-            def pad() -> None:
-                rows.fill_(self._packer.padding_row)
-                packed[: len(blank)].copy_(blank)
-
-            def catch_up() -> None:
-                known = self.inputs[(-1 - given).clamp(min=0).long()]
-                run(inputs, rows, torch.where(given < 0, known, given))
-
-            self._lane.submit(pad, label="padding")
-            replay = self._record(f"catching up with {size}", [("missed", catch_up)])
-            found = self._catch_ups[size] = CapturedCatchUp(replay, shape, ints)
-        return found
-
-    def catch_up_ints(self, num_requests: int) -> int:
-        """Upper bound for the inputs of such a pass, tables included."""
-        return 8 * num_requests * self._packer.block_tokens + len(self.inputs)
 
     def _addresses(self) -> tuple[int, ...]:
         return (self.inputs.data_ptr(), *(tensor.data_ptr() for tensor in self._others()))

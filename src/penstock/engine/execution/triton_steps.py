@@ -135,46 +135,6 @@ def fill_pass(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", *_STEP_TENSORS])
-def _note_kernel(
-    hidden_ptr, residual_ptr, rows_ptr, positions_ptr, noted_ptr, num_tokens,
-    WIDTH: tl.constexpr, SHARES: tl.constexpr, NOTES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One program per part of a token's hidden state."""
-    token = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < WIDTH
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for share in tl.static_range(SHARES):
-        total += tl.load(
-            hidden_ptr + (share * num_tokens + token) * WIDTH + column, mask=inside, other=0.0
-        ).to(tl.float32)
-    residual = tl.load(residual_ptr + token * WIDTH + column, mask=inside, other=0.0)
-    state = residual.to(tl.float32) + total.to(residual.dtype).to(tl.float32)
-    row, place = tl.load(rows_ptr + token).to(tl.int64), tl.load(positions_ptr + token) % NOTES
-    tl.store(
-        noted_ptr + (row * NOTES + place) * WIDTH + column, state.to(noted_ptr.dtype.element_ty), mask=inside
-    )
-
-
-def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
-    (num_tokens, width), num_shares = residual.shape, len(hidden) if hidden.dim() == 3 else 1
-    assert hidden.is_contiguous() and residual.is_contiguous() and noted.is_contiguous()
-    columns = min(1024, triton.next_power_of_2(width))
-    _note_kernel[(num_tokens, triton.cdiv(width, columns))](
-        hidden,
-        residual,
-        rows,
-        positions,
-        noted,
-        num_tokens,
-        WIDTH=width,
-        SHARES=num_shares,
-        NOTES=noted.shape[1],
-        COLUMNS=columns,
-    )
-
-
 @triton.jit(do_not_specialize=_STEP_TENSORS)
 def _blank_kernel(
     arena_ptr, write_at_ptr,

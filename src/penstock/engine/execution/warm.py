@@ -126,49 +126,30 @@ def verify_plan(num_rows: int, slot: int, block_tokens: int, most_drafts: int) -
     return StepPlan(0, tuple(chunks), len(chunks), starts)
 
 
-def decode_plan(
-    num_requests: int, slot: int, block_tokens: int, num_ahead: int, num_missed: int = 0
-) -> StepPlan:
-    """A step that decodes one token of each request. The draft model runs over it only if `num_ahead` > 0; it
-    catches up on `num_missed` earlier tokens."""
-    start = max(1, num_missed)
+def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int, start: int = 1) -> StepPlan:
+    """A step that decodes one token of each request, after which `num_ahead` drafts are made. If it starts
+    after token 1, it follows unverified drafts."""
     requests = [Request(f"warm-up {row}", [0] * (start + 1), _GREEDY) for row in range(num_requests)]
     slots = np.full(-(-(start + 1 + num_ahead) // block_tokens), slot, np.int32)
     chunks = tuple(
-        Chunk(one.id, row, start, (0,), slots, writes=True, num_logits=1, room=num_ahead)
+        Chunk(one.id, row, start, (0,), slots, True, 1, num_unsure=start - 1, room=num_ahead)
         for row, one in enumerate(requests)
     )
-    earlier = slots[: -(-num_missed // block_tokens)], True, 0
-    missed = tuple(
-        Chunk(one.id, row, 0, (0,) * num_missed, *earlier) for row, one in enumerate(requests) if num_missed
-    )
     starts = tuple(Start.of(row, one) for row, one in enumerate(requests))
-    return StepPlan(
-        0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0, missed=missed
-    )
+    return StepPlan(0, chunks, num_requests, starts, num_ahead=num_ahead)
 
 
 def drafted_plans(
     sizes: Sizes, slot: int, block_tokens: int, num_ahead: int, compiles: bool
 ) -> list[StepPlan]:
-    """Steps that start drafting: the draft model has missed one token of each request, or nearly a block. And
-    a step after unverified drafts, whose start is not known yet."""
+    """Steps after which drafts are made, the last of them after unverified drafts."""
     batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch}) if compiles else [1]
-    lengths = [num for num in (1, block_tokens - 1) if 0 < num < sizes.max_tokens - num_ahead]
-    begun = [
-        decode_plan(num, slot, block_tokens, num_ahead, num_missed)
-        for num in batches
-        for num_missed in lengths
+    kinds = [(num, 1) for num in batches] + [(1, 1 + num_ahead)]
+    return [
+        decode_plan(num, slot, block_tokens, num_ahead, start)
+        for num, start in kinds
+        if start + 1 + num_ahead <= sizes.max_tokens
     ]
-    num = 1 + num_ahead
-    if num + 1 + num_ahead > sizes.max_tokens:
-        return begun
-    slots = np.full(-(-(num + 1 + num_ahead) // block_tokens), slot, np.int32)
-    behind = Chunk(
-        "warm-up", 0, num, (0,), slots, writes=True, num_logits=1, num_unsure=num_ahead, room=num_ahead
-    )
-    start = Start.of(0, Request("warm-up", [0] * (num + 1), _GREEDY))
-    return [*begun, StepPlan(0, (behind,), 1, (start,), num_ahead=num_ahead)]
 
 
 def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:

@@ -39,7 +39,7 @@ class Drafter(Protocol):
         """True if a step of so many requests may have drafts. Called once for every step in which a request
         decodes."""
 
-    def wants(self, life: Life) -> bool:
+    def wants(self, running: RunningRequest) -> bool:
         """True if the request may have drafts in the next step."""
 
     def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
@@ -64,7 +64,7 @@ class NoDrafts:
     def considers(self, num_requests: int) -> bool:
         return False
 
-    def wants(self, life: Life) -> bool:
+    def wants(self, running: RunningRequest) -> bool:
         return False
 
     def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
@@ -93,7 +93,7 @@ class Drafting:
         found = [
             (one, most)
             for one in requests
-            if self.drafter.wants(one.life) and (most := self._most_verified(one)) > 0
+            if self.drafter.wants(one) and (most := self._most_verified(one)) > 0
         ]
         if not found:
             return {}

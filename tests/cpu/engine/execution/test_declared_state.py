@@ -19,7 +19,7 @@ from penstock.errors import InvariantBroken
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from tests.support.driving import generate, run_all, submit, tiny_config
-from tests.support.switched import switched
+from tests.support.forced import forced
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -86,11 +86,8 @@ class KvWatch(StateWatch):
         return number
 
 
-@pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "followed"])
 @pytest.mark.parametrize("draft", [None, "draft:tiny-qwen3"])
-def test_every_op_declares_the_kv_that_it_changes(
-    draft: str | None, leaves_out: bool, prompts: Prompts
-) -> None:
+def test_every_op_declares_the_kv_that_it_changes(draft: str | None, prompts: Prompts) -> None:
     """Of the target, and of what makes drafts: while it makes some, and before."""
     config = replace(
         tiny_config(max_batch=4, blocks=64), speculation=SpeculationConfig(draft, 4 if draft else None)
@@ -99,11 +96,7 @@ def test_every_op_declares_the_kv_that_it_changes(
     engine = build(config, sanitizer=watch)
     engine._parts.arena.tensor.fill_(0.5)
     watch.engine, watch._arena = engine, engine._parts.arena.name
-    switch = None
-    if (speculation := engine._parts.speculation) is not None:
-        speculation.force = lambda most: most
-        switch = switched(engine)
-        switch.leaves_out = leaves_out
+    switch = None if draft is None else forced(engine, is_on=False)
     found = [submit(engine, prompts(20 + number, seed=number), max_tokens=45) for number in range(3)]
     while len(found[0].tokens) < 25:
         engine.step()

@@ -28,8 +28,8 @@ from penstock.contract import (
 )
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.drafts import Decoding
-from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.stages import Track
+from penstock.engine.scheduling.scheduler import Planned, Scheduler
+from penstock.engine.scheduling.stages import Life, RunningRequest
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
@@ -80,36 +80,42 @@ class Script:
     """Implements `Drafter`: what the request will say, with mistakes."""
 
     def __init__(self, world: World, ahead: bool) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = not ahead, ahead, 0, False
+        self.needs_results, self.num_ahead = not ahead, 0
         self.world, self.alive = world, dict[str, int]()
 
-    def considers(self, tracks: Sequence[Track]) -> bool:
+    def started(self, life: Life) -> None:
+        """Each may have drafts at any time."""
+
+    def considers(self, num_requests: int) -> bool:
         return True
 
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+    def wants(self, running: RunningRequest) -> bool:
+        return True
+
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
         return [self._drafts(one) for one in requests]
 
     def _drafts(self, one: Decoding) -> tuple[int, ...]:
-        rng, track = self.world.rng, one.track
-        assert one.most > 0
+        rng, life, running = self.world.rng, one.life, one.life.running
+        assert one.most > 0 and running is not None
         if self.world.overcommit > 1.0:
-            num_held = track.held_table().num_slots * BLOCK
-            assert track.num_planned + 1 + one.most <= num_held, (
+            num_held = running.table.num_slots * BLOCK
+            assert running.num_planned + 1 + one.most <= num_held, (
                 "a draft draws no block: somebody may have to leave for it"
             )
-        assert track.num_planned + 1 + one.most <= track.promised * BLOCK, (
+        assert running.num_planned + 1 + one.most <= running.promised * BLOCK, (
             "no draft draws what was not promised"
         )
-        self.alive[track.request.id] = 0
+        self.alive[life.request.id] = 0
         num = rng.randrange(min(one.most, 5) + 1)
-        right = self.world.said[track.request.id].all[track.num_expected : track.num_expected + num]
+        right = self.world.said[life.request.id].all[life.num_expected : life.num_expected + num]
         return tuple(token if rng.random() < 0.8 else rng.randrange(500) for token in right)
 
-    def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
-        assert 0 <= num_kept <= num_drafts and num_drafts > 0 and track.request.id in self.alive
+    def saw(self, life: Life, num_drafts: int, num_kept: int) -> None:
+        assert 0 <= num_kept <= num_drafts and num_drafts > 0 and life.request.id in self.alive
 
-    def ended(self, track: Track) -> None:
-        self.alive.pop(track.request.id, None)
+    def ended(self, life: Life) -> None:
+        self.alive.pop(life.request.id, None)
 
 
 class TableWatched(BlockTable):
@@ -143,10 +149,8 @@ class SealsWatched(KvCache):
         super().__init__(BlockPool(num_blocks, "device"), SCOPE)
         self._tables.world = world  # type: ignore[attr-defined]
 
-    def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
-    ) -> BlockTable | None:
-        table = super().open(owner, prefix, num_blocks, num_paged)
+    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
+        table = super().open(owner, prefix, num_blocks)
         table.__class__ = TableWatched
         return table
 
@@ -204,9 +208,13 @@ class World:
             self.hear([self.scheduler.cancel(self.rng.choice(open_))])
 
     def step(self) -> None:
-        while self.launched and (len(self.launched) > 1 or self.scheduler.needs_result):
+        while len(self.launched) > 1:
             self.commit()
-        plan = self.scheduler.plan()
+        planned = self.scheduler.plan()
+        if planned.reads_first:
+            self.commit()
+            planned = self.scheduler.plan()
+        plan = planned.plan
         if plan is not None:
             result = self.run(plan)
             self.launched.append((plan, result))
@@ -226,7 +234,7 @@ class World:
                 [StepFailure("TransferFailed", "no", True), StepFailure("RuntimeError", "no")]
             )
             result = StepResult(result.number, (), error=what)
-        self.hear(self.scheduler.commit(result))
+        self.hear(self.scheduler.commit(result).events)
 
     def hear(self, events: Sequence[object]) -> None:
         for event in events:
@@ -328,17 +336,17 @@ def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
     had not arrived."""
     world = World(0, False, 64, 1.0, 0.0)
     world.submit()
-    plan = world.scheduler.plan()
+    plan = world.scheduler.plan().plan
     assert plan is not None
     world.scheduler.launched(Passed(plan.number))
-    (track,) = world.scheduler.lives.values()
-    world.scheduler.retract(track)
-    kept = track.lease = Kept()  # type: ignore[assignment]
-    assert (
-        world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True)))
-        == []
-    )
-    assert kept.ended and track.lease is None and track.computes and track.num_in_flight == 0
+    (life,) = world.scheduler.lives.values()
+    assert life.running is not None
+    world.scheduler.retract(life.running)
+    assert life.waiting is not None
+    kept = life.waiting.lease = Kept()  # type: ignore[assignment]
+    failed = StepFailure("TransferFailed", "no", True)
+    assert not world.scheduler.commit(StepResult(plan.number, (), error=failed)).events
+    assert kept.ended and life.waiting.lease is None and life.computes and life.num_in_flight == 0
     world.finish()
 
 
@@ -346,14 +354,13 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(0, False, 64, 1.0, 0.0)
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    world.script.propose = lambda requests, num_requests: [()] * len(requests)  # type: ignore[method-assign]
     prompt = list(range(20))
     request = Request(
         "r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt)
     )
     world.said["r"] = Said(request, [n % 50 for n in range(40)])
     world.scheduler.add(request)
-    (track,) = world.scheduler.lives.values()
     saved, retract = list[int](), BlockTable.retract
     monkeypatch.setattr(
         BlockTable,
@@ -362,11 +369,12 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
     )
     for num_steps in (2, 1):  # eight tokens of the prompt in each
         for _ in range(num_steps):
-            plan = world.scheduler.plan()
+            plan = world.scheduler.plan().plan
             assert plan is not None
             world.launched.append((plan, world.run(plan)))
             world.scheduler.launched(Passed(plan.number))
-        world.scheduler.retract(track)
+        (running,) = world.scheduler.running.requests.values()
+        world.scheduler.retract(running)
     assert saved == [16, 8]
     world.finish()
 
@@ -375,14 +383,14 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
 def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_said: int) -> None:
     """Of two drafts it has one token, two or three."""
     world = World(0, False, 64, 1.0, 0.0)
-    world.script.propose = lambda requests, num_others: [(7, 8)] * len(requests)  # type: ignore[method-assign]
+    world.script.propose = lambda requests, num_requests: [(7, 8)] * len(requests)  # type: ignore[method-assign]
     world.scheduler.add(
         Request(
             "r", [1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of([1, 2, 3])
         )
     )
     for num_logits, said in ((1, (5,)), (3, tuple(range(num_said)))):
-        plan = world.scheduler.plan()
+        plan = world.scheduler.plan().plan
         assert plan is not None and plan.chunks[0].num_logits == num_logits
         world.scheduler.launched(Passed(plan.number))
         result = StepResult(plan.number, (Sampled("r", said),))
@@ -398,11 +406,11 @@ def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_wher
 ) -> None:
     world = World(0, True, 64, overcommit, 0.0)
     world.script.num_ahead = 3
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    world.script.propose = lambda requests, num_requests: [()] * len(requests)  # type: ignore[method-assign]
     for _ in range(6):
         world.submit()
     seen, plan = set[bool](), world.scheduler.plan
-    world.scheduler.plan = lambda reads_host=True: seen_in(plan(), seen)  # type: ignore[method-assign]
+    world.scheduler.plan = lambda: seen_in(plan(), seen)  # type: ignore[method-assign]
     world.finish()
     assert seen == {False, True} if draws else seen == {False}
 
@@ -411,21 +419,21 @@ class Asks(Script):
     """Makes no drafts, and notes for whom there is room for some."""
 
     def __init__(self, num_ahead: int) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = True, False, num_ahead, False
+        self.needs_results, self.num_ahead = True, num_ahead
         self.alive, self.asked = dict[str, int](), set[str]()
         # drafts that there is room for, by the tokens that were planned before
         self.most: dict[int, int] = {}
 
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        self.asked |= {one.track.request.id for one in requests}
-        self.most |= {one.track.num_planned: one.most for one in requests}
+    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
+        self.asked |= {one.life.request.id for one in requests}
+        self.most |= {one.life.running.num_planned: one.most for one in requests if one.life.running}
         return [()] * len(requests)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
 def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
     world = World(0, False, 64, 1.0, 0.0)
-    asks = world.script = world.scheduler._drafter = Asks(num_ahead)
+    asks = world.script = world.scheduler._drafts.drafter = Asks(num_ahead)
     plain = SamplingParams(max_tokens=9, temperature=0.0)
     for id, sampling in (("plain", plain), ("shaped", replace(plain, grammar=Grammar("regex", "a*")))):
         request = Request(id, [1, 2, 3], sampling, world.cache.prefix_of([1, 2, 3]))
@@ -449,7 +457,7 @@ def test_there_is_room_for_drafts_behind_a_step_that_samples(overcommit: float, 
     """Of a prompt of 12 tokens and 9 generated ones, of which the last is not fed back: its life is 20
     tokens."""
     world = World(0, False, 64, overcommit, 0.0)
-    asks = world.script = world.scheduler._drafter = Asks(num_ahead=3)
+    asks = world.script = world.scheduler._drafts.drafter = Asks(num_ahead=3)
     prompt = list(range(12))
     request = Request(
         "r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt)
@@ -475,66 +483,11 @@ def test_a_request_that_is_paged_out_has_no_drafts_and_no_room_for_any(num_ahead
     world.close()
 
 
-def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
+def seen_in(planned: Planned, seen: set[bool]) -> Planned:
     """Whether chunks have more blocks than their own tokens need."""
     seen.update(
         len(chunk.slots) * BLOCK - chunk.kv_len >= BLOCK
-        for chunk in (() if plan is None else plan.chunks)
+        for chunk in (() if planned.plan is None else planned.plan.chunks)
         if chunk.num_logits
     )
-    return plan
-
-
-def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() -> None:
-    """It need not pass over every step, as long as no request lacks more than a block."""
-    world = World(0, True, 64, 1.0, 0.0)
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request(
-        "r", [1, 2], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2])
-    )
-    world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
-    world.scheduler.add(request)
-    plans, sealed = list[StepPlan](), list[int]()
-    run, commit = world.run, world.scheduler.commit
-    world.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[method-assign, func-returns-value]
-    [track] = world.scheduler.lives.values()
-    world.scheduler.commit = lambda result: (commit(result), sealed.append(track.num_sealed))[0]  # type: ignore[method-assign, func-returns-value]
-    world.finish()
-    assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], (
-        "no step of its own is passed over but the prompt"
-    )
-    assert track.blank_to == 0, "nothing was left out"
-    assert sealed == [*[2] * 5, *[6] * 4, 10], (
-        "blocks get their keys when the step is over that has caught up"
-    )
-    lags = [*[()] * (BLOCK - 1), (BLOCK,)]
-    assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
-
-
-def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_their_keys() -> None:
-    """No pass is planned for it, and where drafts begin again it is known what they lack."""
-    world = World(0, True, 64, 1.0, 0.0)
-    world.script.leaves_out = True
-    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request(
-        "r", [1, 2], SamplingParams(max_tokens=4 * BLOCK, temperature=0.0), world.cache.prefix_of([1, 2])
-    )
-    world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
-    world.scheduler.add(request)
-    plans, seen = list[StepPlan](), list[tuple[int, int]]()
-    run, commit = world.run, world.scheduler.commit
-    [track] = world.scheduler.lives.values()
-
-    def note(plan: StepPlan) -> Any:
-        plans.append(plan)
-        world.script.leaves_out = len(plans) < 3 * BLOCK
-        return run(plan)
-
-    world.run = note  # type: ignore[method-assign]
-    world.scheduler.commit = lambda result: (commit(result), seen.append((track.num_sealed, track.blank_to)))[
-        0
-    ]  # type: ignore[method-assign, func-returns-value]
-    world.finish()
-    assert [len(plan.missed) for plan in plans] == [*[0] * (3 * BLOCK + 1), 1, *[0] * (BLOCK - 2)]
-    assert seen[-1][1] == 2 + 3 * BLOCK - BLOCK and seen[0] == (2, 0)
-    assert list(dict.fromkeys(sealed for sealed, _ in seen)) == [2, 2 + BLOCK, 2 + 2 * BLOCK, 2 + 3 * BLOCK]
+    return planned

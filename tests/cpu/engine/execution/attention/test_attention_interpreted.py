@@ -25,7 +25,7 @@ LEAST = {
     "attention": ("test_attention_kernels.py", 40),
     "layers": ("test_layers_kernels.py", 20),
     "sampling": ("test_sampling_kernels.py", 16),
-    "drafts": ("test_drafts_kernels.py", 18),
+    "drafts": ("test_drafts_kernels.py", 13),
 }
 
 

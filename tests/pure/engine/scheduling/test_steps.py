@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Echo, Fence, FenceId, Request, SamplingParams, Start
-from penstock.engine.scheduling.stages import State, Track
-from penstock.engine.scheduling.steps import Draft, Share, Steps, missed_by
+from penstock.engine.scheduling.stages import RunningRequest
+from penstock.engine.scheduling.steps import NextStep, Share, Steps
 from penstock.errors import InvariantBroken
+from tests.pure.engine.scheduling.staged import life_of, running_of
 
 
 @dataclass
@@ -45,33 +46,30 @@ class Load:
     arrivals: tuple[()] = field(default_factory=tuple)
 
 
-def track_of(name: str, num_tokens: int, *, row: int = 0, load: Load | None = None, **changes: Any) -> Track:
-    request = Request(
-        name,
-        list(range(num_tokens)),
-        SamplingParams(max_tokens=changes.pop("max_tokens", 4)),
-        adapter=changes.pop("adapter", None),
-    )
-    track = Track(
-        request, row, None, State.RUNNING, list(request.prompt), row=row, table=Table(10 * row), load=load
-    )  # type: ignore[arg-type]
+def running(
+    name: str, num_tokens: int, *, row: int = 0, load: Load | None = None, **changes: Any
+) -> RunningRequest:
+    life = life_of(range(num_tokens), changes.pop("max_tokens", 4), name=name)
+    life.request = dataclasses.replace(life.request, adapter=changes.pop("adapter", None))
+    one = running_of(life, table=Table(10 * row), row=row)
+    one.load = load  # type: ignore[assignment]
     for field_name, value in changes.items():
-        setattr(track, field_name, value)
-    return track
+        setattr(one if hasattr(one, field_name) else life, field_name, value)
+    return one
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_nothing_that_a_request_would_compute_or_wait_for_stays_when_it_leaves(num_tokens: int) -> None:
     draft, stays, leaves = (
-        Draft(),
-        track_of("stays", 5, load=Load()),
-        track_of("leaves", 5, row=1, load=Load()),
+        NextStep(),
+        running("stays", 5, load=Load()),
+        running("leaves", 5, row=1, load=Load()),
     )
     for track in (stays, leaves):
         draft.set_up(track)
         draft.add(track, num_tokens)
     kept = stays.request.id
-    draft.drop(leaves)
+    draft.drop("leaves")
     assert [chunk.request_id for chunk in draft.chunks()] == [kept] == list(draft.loads)
     assert [start.row for start in draft.starts] == [0, 1], (
         "its row is set up all the same: whoever gets it next comes behind"
@@ -81,15 +79,17 @@ def test_nothing_that_a_request_would_compute_or_wait_for_stays_when_it_leaves(n
 def test_of_chunks_of_one_token_those_that_sample_come_first() -> None:
     """So a row of theirs and its sample have the same number, which the device relies on where drafts are
     verified."""
-    draft = Draft()
+    draft = NextStep()
     for row, (num, max_tokens) in enumerate([(5, 4), (1, 0), (1, 4), (1, 0), (4, 0), (1, 4)]):
-        draft.add(track_of(str(row), 5, row=row, num_planned=5 - num, max_tokens=max_tokens), num)
-    assert [chunk.row for chunk in draft.chunks()] == [2, 5, 1, 3, 0, 4] and draft.num_single == 4
+        draft.add(running(str(row), 5, row=row, num_planned=5 - num, max_tokens=max_tokens), num)
+    assert [chunk.row for chunk in draft.chunks()] == [2, 5, 1, 3, 0, 4] and draft.plan(
+        1, draft.chunks()
+    ).num_decodes == 4
 
 
 def test_one_that_has_added_nothing_may_leave() -> None:
-    draft, track = Draft(), track_of("r", 5)
-    draft.drop(track)
+    draft, track = NextStep(), running("r", 5)
+    draft.drop(track.request.id)
     assert not (draft.chunks() or draft.loads)
 
 
@@ -97,19 +97,19 @@ def test_one_that_has_added_nothing_may_leave() -> None:
 def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(
     settled: bool, waits: bool
 ) -> None:
-    draft, load = Draft(), Load(settled)
-    track = track_of("r", 9, load=load)
+    draft, load = NextStep(), Load(settled)
+    track = running("r", 9, load=load)
     draft.add(track, 4)
     assert draft.loads == ({"r": load} if waits else {}) and track.load is None
-    later = Draft()
+    later = NextStep()
     later.add(track, 4)
     assert later.loads == {}
 
 
 def test_earlier_users_are_waited_for_once_each() -> None:
-    draft, shared, own = Draft(), Named("load", 2), Named("save", 2)
+    draft, shared, own = NextStep(), Named("load", 2), Named("save", 2)
     for row, fences in enumerate([(shared,), (shared, own), ()]):
-        track = track_of(str(row), 4, row=row)
+        track = running(str(row), 4, row=row)
         track.table.fences = fences  # type: ignore[union-attr]
         draft.add(track, 4)
     assert list(draft.after.items()) == [(FenceId("load", 2), shared), (FenceId("save", 2), own)]
@@ -122,7 +122,7 @@ def test_earlier_users_are_waited_for_once_each() -> None:
 )
 def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int, samples: bool) -> None:
     adapter = Adapter("tuned", "d")
-    track = track_of(
+    track = running(
         "r",
         5,
         row=3,
@@ -132,10 +132,10 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
         adapter=adapter,
         num_cached=4,
     )
-    draft = Draft()
+    draft = NextStep()
     draft.add(track, num)
     (chunk,) = draft.chunks()
-    assert draft.num_single == (num == 1)
+    assert draft.plan(1, draft.chunks()).num_decodes == (num == 1)
     assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == (
         "r",
         3,
@@ -146,7 +146,7 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
     assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
     assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
     assert (chunk.num_logits, chunk.writes) == (samples, start >= 4)
-    assert (track.num_planned, track.num_in_flight) == (start + num, in_flight + samples)
+    assert (track.num_planned, track.life.num_in_flight) == (start + num, in_flight + samples)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
     num_top: int | None, start: int, num: int, scored: tuple[int, ...] | None
 ) -> None:
     """Each position says how likely the token behind it was."""
-    track = track_of("r", 5, num_planned=start)
+    track = running("r", 5, num_planned=start)
     sampling = dataclasses.replace(track.request.sampling, prompt_logprobs=num_top)
-    track.request = dataclasses.replace(track.request, sampling=sampling)
-    draft = Draft()
+    track.life.request = dataclasses.replace(track.request, sampling=sampling)
+    draft = NextStep()
     draft.add(track, num)
     (chunk,) = draft.chunks()
     assert chunk.echo == (None if scored is None else Echo(scored, num_top or 0))
@@ -193,10 +193,10 @@ def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float)
 
 
 def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None:
-    draft, track = Draft(), track_of("r", 3, row=2)
-    track.tokens += [7, 8]
+    draft, track = NextStep(), running("r", 3, row=2)
+    track.life.tokens += [7, 8]
     draft.set_up(track)
-    track.tokens.append(9)
+    track.life.tokens.append(9)
     (start,) = draft.starts
     assert (start.row, start.request_id, start.sampling, start.output) == (
         2,
@@ -206,10 +206,10 @@ def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None
     )
 
 
-def steps_of(*planned: list[Track]) -> tuple[Steps, list[int]]:
+def steps_of(*planned: list[RunningRequest]) -> tuple[Steps, list[int]]:
     steps, numbers = Steps(), list[int]()
     for tracks in planned:
-        draft = Draft()
+        draft = NextStep()
         for track in tracks:
             draft.add(track, 2)
         numbers.append(steps.add(draft.prefills, {track.request.id: track for track in tracks}))
@@ -217,21 +217,21 @@ def steps_of(*planned: list[Track]) -> tuple[Steps, list[int]]:
 
 
 def test_what_undone_requests_did_in_any_later_step_is_forgotten_and_others_stay() -> None:
-    gone, stays = track_of("gone", 9), track_of("stays", 9, row=1)
+    gone, stays = running("gone", 9), running("stays", 9, row=1)
     steps, numbers = steps_of([gone, stays], [gone, stays], [gone, stays], [gone])
-    assert [share.end for share in steps.shares_of(gone)] == [2, 4, 6, 8]
+    assert [share.end for share in steps.shares_of(gone.life)] == [2, 4, 6, 8]
     steps.take(numbers[0])
-    steps.forget([gone])
-    assert steps.shares_of(gone) == [] and [share.end for share in steps.shares_of(stays)] == [4, 6]
+    steps.forget([gone.life])
+    assert steps.shares_of(gone.life) == [] and [share.end for share in steps.shares_of(stays.life)] == [4, 6]
     assert [steps.take(number).number for number in numbers[1:]] == numbers[1:], "their numbers stay"
 
 
 def test_a_fence_belongs_to_the_step_added_last() -> None:
-    track = track_of("r", 9)
+    track = running("r", 9)
     steps, numbers = steps_of([track])
     first, second = object(), object()
     steps.launched(first)  # type: ignore[arg-type]
-    draft = Draft()
+    draft = NextStep()
     draft.add(track, 2)
     numbers.append(steps.add(draft.prefills, {"r": track}))
     assert steps.last_fence is first
@@ -250,7 +250,7 @@ class Given:
 
 
 def test_tables_are_given_back_behind_the_whole_step_that_was_launched_last() -> None:
-    steps, _ = steps_of([track_of("r", 9)])
+    steps, _ = steps_of([running("r", 9)])
     early, late, after = Given(), Given(), Given()
     forward, whole = object(), object()
     steps.release(early)  # type: ignore[arg-type]
@@ -263,37 +263,16 @@ def test_tables_are_given_back_behind_the_whole_step_that_was_launched_last() ->
 
 
 def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
-    track = track_of("r", 9)
-    track.epoch = 3
+    track = running("r", 9)
     steps, (number,) = steps_of([track])
-    track.epoch = 4
-    assert steps.take(number).shares == {track: Share(track, 3, 0, 2, 0)}
+    later = running_of(track.life)  # it was retracted and runs again
+    assert steps.take(number).shares == {track.life: Share(track, 0, 2, 0)}
+    assert later.is_current and not track.is_current
 
 
 def test_results_come_in_the_order_of_their_steps() -> None:
-    steps, numbers = steps_of([track_of("r", 9)], [track_of("s", 9)])
+    steps, numbers = steps_of([running("r", 9)], [running("s", 9)])
     with pytest.raises(
         InvariantBroken, match=f"result of step {numbers[1]} arrived, but step {numbers[0]} was due"
     ):
         steps.take(numbers[1])
-
-
-def test_what_a_draft_model_has_missed_is_passed_over_with_single_tokens_first() -> None:
-    """Of one that has missed nothing there is no chunk."""
-    draft, tracks = (
-        Draft(),
-        [
-            track_of(str(row), 5, row=row, num_planned=4, num_followed=num)
-            for row, num in enumerate((1, 4, 3))
-        ],
-    )
-    for track in tracks:
-        draft.add(track, 1)
-    missed = missed_by(tracks, draft.chunks())
-    assert [(chunk.request_id, chunk.start, chunk.tokens) for chunk in missed] == [
-        ("2", 3, (3,)),
-        ("0", 1, (1, 2, 3)),
-    ]
-    assert [chunk.request_id for chunk in missed_by(tracks, draft.chunks(), 2)] == ["0"], (
-        "single tokens wait where they can"
-    )
