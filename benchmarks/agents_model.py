@@ -28,9 +28,18 @@ import numpy as np
 
 from penstock.bench.trace_files import Asking, User, read_conversations, reusable, select
 from penstock.config import DEVICE_EVICTIONS, EVICTIONS
-from penstock.contract import FinishReason, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
+from penstock.contract import (
+    FinishReason,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    Waits,
+)
 from penstock.engine.scheduling.budget import Budget
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Planned, Scheduler
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
@@ -206,19 +215,19 @@ class Model:
             _, _, user, number = heapq.heappop(self.arriving)
             self._send(user, number)
         self.cache.settle()
-        plan = self.scheduler.plan() if len(self.steps) < 2 else None
+        planned = self.scheduler.plan() if len(self.steps) < 2 else Planned()
+        plan = planned.plan
         if plan is not None:
-            self._launch(plan)
+            self._launch(plan, planned.waits)
             self.cache.submit_saves()
         if len(self.steps) >= 2 or (plan is None and self.steps):
             self._read()
         elif plan is None:
             self._rest()
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, waits: Waits) -> None:
         lane = self.compute
         lane.busy_s = max(lane.busy_s, self.clock.now_s)
-        waits = self.scheduler.waits
         for earlier in waits.fences.values():
             lane.wait(earlier)
         for load in waits.loads.values():
@@ -253,7 +262,7 @@ class Model:
         if seen is not None:
             self.cache.prefill.add(*seen)
         sampled = tuple(Sampled(chunk.request_id, (1,)) for chunk in plan.chunks if chunk.num_logits)
-        for event in self.scheduler.commit(StepResult(plan.number, sampled)):
+        for event in self.scheduler.commit(StepResult(plan.number, sampled)).events:
             self._hear(event)
 
     def _hear(self, event: TokenEvent) -> None:

@@ -102,7 +102,7 @@ class Turns:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._total_s, self._since_s = 0.0, time.perf_counter()
-        engine._pace._clock = self.now
+        engine.turns._pace._clock = self.now
 
     def now(self) -> float:
         return self._total_s + time.perf_counter() - self._since_s

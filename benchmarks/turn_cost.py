@@ -149,7 +149,7 @@ class Rig:
         return request.id
 
     def plan(self) -> StepPlan:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan().plan
         assert plan is not None
         self.scheduler.launched(FENCE)
         return plan
@@ -167,7 +167,7 @@ class Rig:
 
     def commit(self, plan: StepPlan) -> None:
         sampled = tuple(Sampled(c.request_id, (7,)) for c in plan.chunks if c.num_logits)
-        self.events += self.scheduler.commit(StepResult(plan.number, sampled))
+        self.events += self.scheduler.commit(StepResult(plan.number, sampled)).events
         self.cache.submit_saves()
 
     def step(self) -> StepPlan:
@@ -235,7 +235,7 @@ def waiting(num_tokens: int, num_requests: int) -> Times:
     tokens = prompt(num_tokens)
     for _ in range(num_requests + 1):
         rig.submit([*tokens, 1])
-    while rig.scheduler.lives["r0"].num_left > num_tokens // 4 + BLOCK:
+    while rig.scheduler.running.requests["r0"].num_left > num_tokens // 4 + BLOCK:
         rig.step()
     rig.plan()
     yield "others wait: first plan", timed(rig.plan)[0]
@@ -374,8 +374,8 @@ def retracting(num_tokens: int, num_requests: int) -> Times:
         while not rig.step().chunks[0].num_logits:
             rig.flow()
         rig.flow()
-        track = next(iter(rig.scheduler.lives.values()))
-        yield "retract", timed(rig.scheduler.retract, track)[0]
+        running = next(iter(rig.scheduler.running.requests.values()))
+        yield "retract", timed(rig.scheduler.retract, running)[0]
         rig.lanes.run_all()
         yield "retraction settles", timed(rig.cache.settle)[0]
         rig.cache.reset(["device"])

@@ -81,11 +81,11 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     deadline_s = time.monotonic() + 20.0
     while 1 not in events and time.monotonic() < deadline_s:
         engine._inbox.run_all()
-        engine._settle()
-        plan = engine._parts.scheduler.plan()
+        engine.turns.settle()
+        plan, waits = engine._parts.scheduler.plan()[:2]
         if plan is not None:
             assert plan.loads, "the step is launched over a load"
-            engine._running = engine._launch(plan)
+            engine.turns.running = engine.turns.launch(plan, waits)
     events[0].synchronize()
     assert not events[1].query(), "the second layer was computed before its KV can have come"
     run_all(engine)
@@ -129,8 +129,8 @@ def test_a_replay_of_a_resumed_request_waits_on_the_device_for_its_load(
     sleep_before_copies(engine)
     labels = replays(engine, monkeypatch)
     retract(engine, found.request_id)
-    until(engine, lambda: engine._running is not None and bool(engine._running.loads))
-    assert engine._running is not None and labels and not engine._running.fence.passed(), (
+    until(engine, lambda: engine.turns.running is not None and bool(engine.turns.running.loads))
+    assert engine.turns.running is not None and labels and not engine.turns.running.fence.passed(), (
         "launched, and asleep behind its load"
     )
     run_all(engine)

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import open_store
-from penstock.engine.engine import Engine, EngineParts
+from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import HeadGuesser, ModelGuesser, Passes
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
@@ -34,6 +34,7 @@ from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
+from penstock.engine.parts import EngineParts
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,

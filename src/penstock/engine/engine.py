@@ -7,14 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -32,68 +30,31 @@ from penstock.contract import (
     PromptLimits,
     Request,
     SamplingParams,
-    StepPlan,
     TokenEvent,
-    Waits,
 )
-from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore
-from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
-from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.inbox import Inbox, fail
 from penstock.engine.outbox import Outbox
-from penstock.engine.pace import Pace, ScoringCost
+from penstock.engine.parts import EngineParts
 from penstock.engine.scheduling.residency import ResidencyChoice
-from penstock.engine.scheduling.scheduler import News, Planned, Scheduler
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.snapshots import EngineSnapshots
 from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.engine.turns import Flushes, Turns
+from penstock.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from penstock.figures import ResidencyFigures
-from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
+from penstock.kv.cache import KvCache, Settling
 from penstock.kv.memory import DeviceArena
 from penstock.lanes.cuda import as_current
-from penstock.lanes.lane import POLL_S, Lane
 from penstock.models.progress import Progress, silent
-from penstock.models.tokenizer import TextCodec
 from penstock.observe import EngineObserver, Unwatched
-from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.speculation.drafter import Speculation
 
 log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
 RESET_DEADLINE_S = 600.0  # for the engine thread to start it, and for stores to be emptied
 _GRACE_S = 1.0  # for an idle lane to end
-
-
-@dataclass(slots=True)
-class EngineParts:
-    """The parts that `engine.build` makes."""
-
-    name: str
-    weights: str  # how matrices are stored, as text
-    tokenizer: TextCodec
-    scheduler: Scheduler
-    executor: Executor
-    adapters: AdapterStore
-    cache: KvCache
-    arena: DeviceArena
-    lanes: Sequence[Lane]
-    vocab: int
-    max_model_len: int
-    max_open: int  # open requests; one more is refused as overload
-    seed: int
-    # the model's defaults for fields of SamplingParams
-    sampling: Mapping[str, Any]
-    grammars: Grammars
-    residency: ResidencyChoice
-    resident_blocks: int  # of a request on the device; one that may need more is deep
-    scoring: ScoringCost
-    sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
-    speculation: Speculation | None = None  # proposes tokens, if enabled
-    threads: ThreadsByLoad | None = None  # compute threads, on a CPU
 
 
 class Engine:
@@ -111,19 +72,11 @@ class Engine:
         # without a GPU, compute needs the core
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
         self._outbox = Outbox()
-        self._running: RunningStep | None = None
         self._seeds = random.Random(parts.seed)
-        self._blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
         self._load_exposed_s = 0.0
-        # saves and resets, with the futures that wait for them
-        self._flushes: list[tuple[Settling | None, Future[Any]]] = []
-        self._num_steps = 0
-        self._pace = Pace(parts.scoring)
-        # last step that read KV in host memory: its number and launch time
-        self._host_step = 0, 0.0
-        self._num_host_steps = 0
-        # monotonic; the earliest time of the next such step while other requests run
-        self._reads_host_s = 0.0
+        self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
+        self._flushes = Flushes()
+        self.turns = Turns(parts, self._outbox, self._flushes, self._watch)
         cache = parts.cache
         stats = cache.stats()
         self.tiers = (*stats.slots, *stats.cold)  # all tiers, hottest first
@@ -133,7 +86,6 @@ class Engine:
         may_be_deep = parts.max_model_len > parts.resident_blocks * cache.block_tokens
         most_in_host = sum(stats.slots.get("host", ())) - cache.num_pageable if may_be_deep else None
         self.snapshots = EngineSnapshots(self, self._sessions, self._inbox.put, most_in_host)
-        self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
 
     # ---------------------------------------------------------------------------------------- from any thread
@@ -333,7 +285,7 @@ class Engine:
         ends."""
         done: Future[Any] = Future()
         self._inbox.put(
-            lambda: self._flushes.append((start(), done)), fail=functools.partial(fail, done), only_open=True
+            lambda: self._flushes.add(start(), done), fail=functools.partial(fail, done), only_open=True
         )
         return done
 
@@ -351,10 +303,10 @@ class Engine:
             kv_blocks={**{tier: slots._asdict() for tier, slots in cache.slots.items()}, **cache.cold},
             retractions=scheduler.counts.retractions,
             expected_tokens=scheduler.lengths.by_route(),
-            blocked_s=dict(self._blocked_s),
+            blocked_s=dict(self.turns.blocked_s),
             ttft=self._outbox.ttft.copy(),
             inter_token=self._outbox.inter_token.copy(),
-            steps=self._num_steps,
+            steps=self.turns.num_steps,
             cache={
                 "hits": cache.hits_total,
                 "misses": cache.misses_total,
@@ -368,7 +320,7 @@ class Engine:
             sessions=self._sessions.figures(),
             residency=self._residency_figures(),
             snapshots=self.snapshots.figures(),
-            host_steps=self._num_host_steps,
+            host_steps=self.turns.num_host_steps,
             drafted=tuple(scheduler.counts.drafted_by_place),
             accepted=tuple(scheduler.counts.accepted_by_place),
             sanitizer={}
@@ -379,7 +331,7 @@ class Engine:
     def _residency_figures(self) -> ResidencyFigures:
         counts = self._parts.scheduler.counts
         return ResidencyFigures(
-            counts.parts_fetched, counts.scorings, self._pace.scoring.seconds, counts.recall.copy()
+            counts.parts_fetched, counts.scorings, self._parts.scoring.seconds, counts.recall.copy()
         )
 
     def wait_work(self, timeout_s: float) -> None:
@@ -426,57 +378,17 @@ class Engine:
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""
         with self._watch.turn(), self.launching():
-            done = self._turn()
+            self._inbox.run_some()
+            done = self.turns.run()
+            done |= self._sessions.step()
+            self.snapshots.step()
         if self._parts.sanitizer is not None:
             self._parts.cache.tell_balance(self._watch)
         return done
 
-    def _turn(self) -> bool:
-        self._inbox.run_some()
-        settled = self._settle()
-        reads = self._running is not None
-        planned = self._plan()
-        launched = None if planned.plan is None else self._launch(planned.plan, planned.waits)
-        previous, self._running = self._running, launched
-        if previous is not None:
-            self._read(previous)
-        if launched is not None:
-            self._running = self._sample(launched)
-        more = self._sessions.step()
-        self.snapshots.step()
-        return launched is not None or reads or settled or more
-
-    def _plan(self) -> Planned:
-        """Steps that read KV in host memory get half of the time while other requests run: one takes as long
-        as dozens of other steps, and its requests wait for the link."""
-        if time.monotonic() < self._reads_host_s:
-            planned = self._ask_plan(reads_host=False)
-            if planned.plan is not None:
-                return planned
-        return self._ask_plan(reads_host=True)
-
-    def _ask_plan(self, reads_host: bool) -> Planned:
-        scheduler = self._parts.scheduler
-        planned = scheduler.plan(reads_host, is_unread=self._running is not None and self._running.samples)
-        if planned.reads_first:
-            self._read_running()
-            planned = scheduler.plan(reads_host)
-        self._hear(planned.news)
-        return planned
-
-    def _hear(self, news: News) -> None:
-        if news.left and self._parts.executor.scores is not None:
-            self._parts.executor.scores.forget(news.left)
-        self._outbox.note_moves(news.moves)
-
-    def _read_running(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            self._read(running)
-
     def has_work(self) -> bool:
         """True while requests are open. Saves may still run; they end by themselves."""
-        return bool(self._inbox) or self._running is not None or self._parts.scheduler.has_work()
+        return bool(self._inbox) or self.turns.running is not None or self._parts.scheduler.has_work()
 
     def launched(self) -> Fence:
         """A fence after all work on the compute lane so far."""
@@ -506,13 +418,13 @@ class Engine:
             self._inbox.run_all()
             for request_id in self._outbox.open_ids():
                 self._outbox.publish([self._parts.scheduler.cancel(request_id)])
-            self._read_running()
+            self.turns.read_running()
             self._sessions.close()
             self.snapshots.close(timeout_s)
             self._parts.cache.close(None if timeout_s is None else max(0.0, by_s - time.monotonic()))
             for lane in self._parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
-            self._end_flushes()
+            self._flushes.end()
             self._parts.executor.masks.close()
             self._parts.grammars.close()
         except BaseException as error:
@@ -523,82 +435,8 @@ class Engine:
     def _end_all(self, why: str) -> None:
         """Fail every waiting caller and end every open request. No events follow."""
         self._inbox.end(why)
-        for _, done in self._flushes:
-            fail(done, EngineClosed(why))
-        self._flushes = []
+        self._flushes.fail(why)
         self._outbox.end_all(why)
-
-    def _launch(self, plan: StepPlan, waits: Waits) -> RunningStep:
-        running = self._parts.executor.launch(plan, waits)
-        if plan.reads_host:
-            self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
-            self._num_host_steps += 1
-        self._pace.launched(plan)
-        self._parts.scheduler.launched(running.fence, is_whole=running.late is None)
-        self._outbox.note_starts(plan.starts)
-        self._num_steps += 1
-        return running
-
-    def _read(self, step: RunningStep) -> None:
-        started = time.monotonic()
-        while any(not load.settled for load in step.loads) and not step.fence.passed():
-            # settle the step's loads while it computes, not afterwards
-            if not self._settle():
-                time.sleep(self._parts.cache.look_again_s)
-        with self._watch.may_wait("result"):
-            result = step.wait_result()
-        self._blocked_s["result"] += time.monotonic() - started
-        if step.number == self._host_step[0]:
-            # the same time again for other steps
-            self._reads_host_s = 2 * time.monotonic() - self._host_step[1]
-        if (prefill := self._pace.read()) is not None:
-            self._parts.cache.prefill.add(*prefill)
-        # the step's loads are over: seal their blocks before later ones
-        self._settle()
-        # the fence of a load may be a moment late
-        while result.error is None and any(not load.settled for load in step.loads):
-            time.sleep(POLL_S)
-            self._settle()
-        events, news = self._parts.scheduler.commit(result)
-        if (masks := self._parts.executor.masks).answers:
-            # their masks can be computed now
-            masks.advance((event.request_id, event.tokens) for event in events)
-        self._outbox.publish(events)
-        started = time.monotonic()
-        self._parts.cache.submit_saves()
-        self._blocked_s["save"] += time.monotonic() - started
-        self._hear(news)
-
-    def _sample(self, step: RunningStep) -> RunningStep:
-        """Launch its sampling if it waits for masks; they are computed while its forward pass runs."""
-        if step.late is None:
-            return step
-        started = time.monotonic()
-        with self._watch.may_wait("result"):
-            step = self._parts.executor.sample(step)
-        # the draft model runs after the sampling, over the same slots
-        self._parts.scheduler.launched(step.fence)
-        self._blocked_s["mask"] += time.monotonic() - started
-        self._outbox.publish(
-            [self._parts.scheduler.stop(ending.request_id, ending.error) for ending in step.endings]
-        )
-        return step
-
-    def _settle(self) -> bool:
-        started = time.monotonic()
-        settled = self._parts.cache.settle()
-        self._blocked_s["settle"] += time.monotonic() - started
-        if self._flushes:
-            self._end_flushes()
-        return settled
-
-    def _end_flushes(self) -> None:
-        for save, done in self._flushes:
-            if (save is None or save.settled) and not done.done() and done.set_running_or_notify_cancel():
-                error = save.error if isinstance(save, Persisting | Resetting) else None
-                result = save.forgotten if isinstance(save, Resetting) else None
-                done.set_result(result) if error is None else done.set_exception(error)
-        self._flushes = [(save, done) for save, done in self._flushes if not done.done()]
 
     def _add(self, request: Request, listener: Listener, lease: Lease | None, matched_s: float) -> None:
         if request.id in self._outbox:

@@ -320,7 +320,7 @@ def test_weights_go_when_the_last_step_that_reads_them_has_been_read(
     engine.adapters.unload("tuned")
     engine._inbox.run_all()
     assert running.finish is FinishReason.CANCELLED and weights_kept(engine) == set()
-    step = engine._running
+    step = engine.turns.running
     assert step is not None and step.outputs.lora is not None and alive() is not None, (
         "the step that still runs keeps them"
     )

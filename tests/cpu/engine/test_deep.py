@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.contract import FinishReason, KvSource, Match, Request, SamplingParams, StepPlan, Waits
+from penstock.contract import FinishReason, KvSource, Match, StepPlan, Waits
 from penstock.engine import build as build_module
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
-from penstock.engine.scheduling.line import found_share
-from penstock.engine.scheduling.track import Track
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
@@ -135,21 +133,21 @@ def test_others_have_as_much_time_as_steps_that_read_host_memory(
     monkeypatch.setattr(
         engine_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
     )
-    launch, read = engine._launch, engine._read
+    launch, read = engine.turns.launch, engine.turns.read
 
-    def launched(plan: StepPlan) -> RunningStep:
+    def launched(plan: StepPlan, waits: Waits) -> RunningStep:
         nonlocal now_s
         now_s += 1.0
         reads.append(any(chunk.num_paged for chunk in plan.chunks))
-        return launch(plan)
+        return launch(plan, waits)
 
     def is_read(step: RunningStep) -> None:
         nonlocal now_s
-        now_s += 9.0 * (step.number == engine._host_step[0])
+        now_s += 9.0 * (step.number == engine.turns._host_step[0])
         read(step)
 
-    monkeypatch.setattr(engine, "_launch", launched)
-    monkeypatch.setattr(engine, "_read", is_read)
+    monkeypatch.setattr(engine.turns, "launch", launched)
+    monkeypatch.setattr(engine.turns, "read", is_read)
     submit(engine, prompts(30, 2), max_tokens=100)
     deep = submit(engine, prompts(400), max_tokens=4)
     while deep.finish is None:
@@ -184,7 +182,7 @@ def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
     """On a GPU such a launch takes as long as the link. Steps without a token to tell are launched ahead all
     the same."""
     engine = deep_engine(make_engine, 256)
-    executor, read = engine._parts.executor, engine._read
+    executor, read = engine._parts.executor, engine.turns.read
     launch, unread, behind = executor.launch, dict[int, bool](), list[bool]()
 
     def launch_noted(plan: StepPlan, waits: Waits) -> RunningStep:
@@ -198,7 +196,7 @@ def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
         read(step)
 
     monkeypatch.setattr(executor, "launch", launch_noted)
-    monkeypatch.setattr(engine, "_read", read_noted)
+    monkeypatch.setattr(engine.turns, "read", read_noted)
     for asked in [[(LONG, 10)], [(LONG, 10), (30, 40), (700, 8)]]:
         readers = [submit(engine, prompts(length, length), max_tokens=num) for length, num in asked]
         run_all(engine)
@@ -512,7 +510,5 @@ def test_a_returning_deep_conversation_is_known_and_costs_what_it_lacks(
     cache = engine.cache
     match = cache.match(cache.prefix_of(np.array(prompt, np.uint32)).keys, most_resident=16)  # type: ignore[union-attr]
     assert match.num_paged == LONG // 16
-    track = Track(Request("r", prompt, SamplingParams(max_tokens=1)), 0, None, tokens=prompt)
-    assert found_share(track, match, 16) == 1.0
     whole_s, rest_s = (cache.start_s(LONG + 100, one) for one in (Match(0, 0, False), match))
     assert whole_s is not None and rest_s is not None and rest_s < whole_s / 2

@@ -96,9 +96,9 @@ def assert_follows(engine: Engine, found: Collected) -> None:
     """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may
     look."""
     engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler.lives[found.request_id]
+    track = engine._parts.scheduler.running.requests[found.request_id]
     num, layers = track.num_committed, BUILT_IN[TARGET].num_layers
-    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64"))]
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64"))]
     rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
     assert num > 20
     torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
@@ -305,10 +305,15 @@ def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothin
     num_prompts = len(passes)
     while len(found[0].tokens) < 35:
         engine.step()
-    track = engine._parts.scheduler.lives[found[0].request_id]
-    num = track.num_committed - track.held_table().num_paged * 16
+    track = engine._parts.scheduler.running.requests[found[0].request_id]
+    num = track.num_committed - track.table.num_paged * 16
     rows = (draft_rows(engine, found[0]) == 0).all(dim=1)[:num]
-    assert track.is_deep and len(rows) == num > 60 and rows[-30:].all() and not rows[:-36].any()
+    assert (
+        track.life.placement.fixed_blocks is not None
+        and len(rows) == num > 60
+        and rows[-30:].all()
+        and not rows[:-36].any()
+    )
     if not engine._parts.arena.tensor.is_cuda:
         assert len(passes) == num_prompts
     speculation.is_on = True
@@ -538,9 +543,9 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def draft_rows(engine: Engine, found: Collected) -> torch.Tensor:
     """The draft's keys and values of a request that runs, by token."""
     engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler.lives[found.request_id]
+    track = engine._parts.scheduler.running.requests[found.request_id]
     pages = engine._parts.arena.tensor[
-        torch.from_numpy(track.held_table().slots(track.num_committed).astype("int64"))
+        torch.from_numpy(track.table.slots(track.num_committed).astype("int64"))
     ]
     return (
         pages.permute(0, 3, 1, 2, 4, 5)
@@ -666,8 +671,8 @@ def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
     wait, waited = lane.wait, list[Fence]()
     monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
     returning = submit(engine, prompts(80), max_tokens=30)
-    until(engine, lambda: engine._running is not None)
-    running, waited_for = engine._running, list(waited)
+    until(engine, lambda: engine.turns.running is not None)
+    running, waited_for = engine.turns.running, list(waited)
     load.let()
     speculation.is_on = True
     run_all(engine)

@@ -234,7 +234,7 @@ def test_a_loop_that_failed_says_so_before_anybody_is_told(
     loop = EngineLoop(engine)
     seen: list[BaseException | None] = []
 
-    def burst() -> None:
+    def burst(*_: Any, **__: Any) -> None:
         raise RuntimeError("the plan is void")
 
     with monkeypatch.context() as patched:

@@ -410,8 +410,8 @@ def test_a_device_that_fails_while_a_step_is_waited_for_ends_its_requests_with_t
     engine = build()
     found = submit(engine, prompts(10))
     engine.step()
-    assert engine._running is not None
-    engine._running = dataclasses.replace(engine._running, fence=Lost())
+    assert engine.turns.running is not None
+    engine.turns.running = dataclasses.replace(engine.turns.running, fence=Lost())
     run_all(engine)
     assert found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
     engine._parts.lanes[0].drain(20.0)

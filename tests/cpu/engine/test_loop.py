@@ -147,7 +147,7 @@ def test_closing_waits_for_its_thread_longer_than_requests_may_run(
 def test_a_failing_loop_ends_every_request_and_says_why(
     engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def burst(*_: object) -> None:
+    def burst(*_: object, **__: object) -> None:
         raise RuntimeError("the plan is void")
 
     monkeypatch.setattr(engine._parts.scheduler, "plan", burst)
@@ -186,7 +186,7 @@ def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
 def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def burst(*_: object) -> None:
+    def burst(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(engine._parts.executor, "warm", burst)
@@ -202,7 +202,7 @@ def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(
 def test_an_engine_that_cannot_be_warmed_up_leaves_its_directory_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def burst(*_: object) -> None:
+    def burst(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
 
     config = tiny_config(host_blocks=16, ssd_dir=str(tmp_path), ssd_gib=0.05)

@@ -219,9 +219,9 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
 def kv_of_head(engine: Engine, found: Collected) -> torch.Tensor:
     """Of a request that runs: [tokens, 2, heads, width], as far as the head has passed over them."""
     engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler.lives[found.request_id]
+    track = engine._parts.scheduler.running.requests[found.request_id]
     num = track.num_committed
-    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(num).astype("int64")), -1]
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64")), -1]
     return pages.transpose(1, 2).flatten(0, 1)[:num].clone()
 
 

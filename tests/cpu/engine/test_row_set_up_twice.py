@@ -32,14 +32,12 @@ def test_the_request_that_came_last_counts(
     )
     plan = engine._parts.scheduler.plan
 
-    def planned() -> StepPlan | None:
-        made = plan()
-        if made is None:
-            return None
-        return dataclasses.replace(
-            made,
-            starts=tuple(start for own in made.starts for start in (Start.of(own.row, gone, (5, 5)), own)),
-        )
+    def planned(*args: Any, **named: Any) -> Planned:
+        made = plan(*args, **named)
+        if made.plan is None:
+            return made
+        starts = (start for own in made.plan.starts for start in (Start.of(own.row, gone, (5, 5)), own))
+        return made._replace(plan=dataclasses.replace(made.plan, starts=tuple(starts)))
 
     monkeypatch.setattr(engine._parts.scheduler, "plan", planned)
     found = generate(engine, prompts(20), **sampling)

@@ -74,7 +74,7 @@ def lose_the_table(engine: Engine, request_id: str, monkeypatch: pytest.MonkeyPa
     whole = executor.launch
 
     def launch(plan: StepPlan, waits: Waits) -> Any:
-        scheduler.lives[request_id].held_table().release(None)
+        scheduler.running.requests[request_id].table.release(None)
         monkeypatch.setattr(BlockTable, "release", lambda *_: None)
         monkeypatch.setattr(BlockTable, "seal", lambda *_: None)
         monkeypatch.setattr(executor, "launch", whole)

@@ -90,8 +90,8 @@ def test_a_step_launched_over_a_load_waits_for_it(
     load.hold()
     labels = replays(engine, monkeypatch)
     returning = submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: engine._running is not None)
-    running, was_replayed = engine._running, bool(labels)
+    until(engine, lambda: engine.turns.running is not None)
+    running, was_replayed = engine.turns.running, bool(labels)
     load.let()
     run_all(engine)
     assert running is not None and running.loads and was_replayed == captured
@@ -116,8 +116,8 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     wait, waited = lane.wait, list[Fence]()
     monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
     submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: engine._running is not None)
-    running, was_replayed, waited_for = engine._running, bool(labels), list(waited)
+    until(engine, lambda: engine.turns.running is not None)
+    running, was_replayed, waited_for = engine.turns.running, bool(labels), list(waited)
     load.let()
     run_all(engine)
     assert running is not None and was_replayed == captured
@@ -139,8 +139,8 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
     load, _ = gates(engine)
     load.hold()
     returning = submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: engine._running is not None)
-    running = engine._running
+    until(engine, lambda: engine.turns.running is not None)
+    running = engine.turns.running
     load.fail_next = 1
     load.let()
     run_all(engine)
@@ -186,7 +186,7 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
     load.hold()
     scheduler = engine._parts.scheduler
     scheduler.retract(scheduler.running.requests[found.request_id])
-    until(engine, lambda: engine._running is not None and bool(engine._running.loads))
+    until(engine, lambda: engine.turns.running is not None and bool(engine.turns.running.loads))
     load.let()
     run_all(engine)
     assert found.tokens == expected and engine.stats().retractions == 1
@@ -381,7 +381,7 @@ def test_the_engine_thread_plans_while_a_step_runs(make_engine: MakeEngine, prom
     gate = threading.Event()
     engine._parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
     turn(engine)  # launches a step behind that, and reads the one before it
-    assert engine._running is not None and not engine._running.fence.passed()
+    assert engine.turns.running is not None and not engine.turns.running.fence.passed()
     threading.Timer(SLOW_S, gate.set).start()
     run_all(engine)
     assert len(found.tokens) == 8

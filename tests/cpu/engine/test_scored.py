@@ -209,22 +209,27 @@ def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
     prompt = prompts(LONG)
     deep = submit(engine, prompt, max_tokens=60, logprobs=2)
     run_until(engine, lambda: len(deep.tokens) == 1)
-    running, fence = engine._parts.scheduler.running, engine._parts.scheduler._steps.last_fence
-    track = running.tracks[deep.request_id]
-    assert track.table is not None and track.resident is not None
-    before = track.table.slots(1024).tolist()
-    running._num_promised += 64
+    scheduler = engine._parts.scheduler
+    running, fence = scheduler.running.requests[deep.request_id], scheduler._steps.last_fence
+    placement = placement_of(engine, deep)
+    before = running.table.slots(1024).tolist()
+    scheduler.deep.promises.num += 64
     left = 64  # as if the room had been needed; what is not saved yet follows
     while left:
-        left -= track.table.page_out(left, fence)
-        engine._settle()
-    while len(track.resident._chosen) < 16:  # no step in between
-        running.rearrange(track, 1, fence)
-        engine._settle()
-    assert not set(before) & set(track.resident._chosen_slots().tolist())
+        left -= running.table.page_out(left, fence)
+        engine.turns.settle()
+    while len(placement.resident._chosen) < 16:  # no step in between
+        placement._rearrange(running, placement.resident, 1, fence)
+        engine.turns.settle()
+    assert not set(before) & set(placement.resident._chosen_slots().tolist())
     run_all(engine)
     full = generate(full_engine(make_engine), prompt, max_tokens=60, logprobs=2)
     assert_same(deep, full)
+
+
+def placement_of(engine: Engine, answer: Any) -> Any:
+    """Where the KV of a running scored request is."""
+    return engine._parts.scheduler.lives[answer.request_id].placement
 
 
 def run_until(engine: Engine, done: Callable[[], bool], turns: int = 5000) -> None:
@@ -246,13 +251,14 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(
     while engine.has_work():
         if not engine.step():
             engine.wait_work(0.05)
-        track = engine._parts.scheduler.running.requests.get(deep.request_id)
-        if track is None or track.resident is None or track.table is None or not track.resident._chosen:
+        running = engine._parts.scheduler.running.requests.get(deep.request_id)
+        resident = None if running is None else placement_of(engine, deep).resident
+        if running is None or resident is None or not resident._chosen:
             continue
         engine._parts.lanes[0].drain()
         host = engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
-        for part, fetched in track.resident._chosen.items():
-            there = track.table.paged_slots[part * 4 : part * 4 + 4]
+        for part, fetched in resident._chosen.items():
+            there = running.table.paged_slots[part * 4 : part * 4 + 4]
             assert (engine.arena.tensor[fetched.slots.tolist()].cpu() == host[there.tolist()]).all()
             looked += 1
     assert looked > 100 and deep.finish is FinishReason.LENGTH
@@ -370,7 +376,7 @@ def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(
     generate(engine, prompt, max_tokens=200)
     assert_nothing_held(engine)
     keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
-    (kept,) = engine._parts.scheduler.running.kept._kept.values()
+    (kept,) = engine._parts.scheduler.deep.kept._kept.values()
     own = set(kept.keys) - keys
     assert len(kept.keys) % 4 == 0 and LONG + 200 - 64 - 16 <= 16 * len(kept.keys) <= LONG + 200
     assert set(engine.cache.loads.host.keys()) - keys == own == engine.cache.saves._unshared
@@ -423,7 +429,7 @@ def turns_of(engine: Engine, prompts: Prompts, num: int, short: int = -1) -> Ite
 
 
 def kept_of(engine: Engine) -> list[residency.KeptContext]:
-    return list(engine._parts.scheduler.running.kept._kept.values())
+    return list(engine._parts.scheduler.deep.kept._kept.values())
 
 
 def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(
@@ -592,7 +598,7 @@ def test_one_that_is_retracted_before_its_first_token_is_told_says_that_it_is_sc
     engine = scored_engine(make_engine)
     deep = submit(engine, prompts(LONG), max_tokens=20)
     scheduler = engine._parts.scheduler
-    run_until(engine, lambda: any(track.num_in_flight for track in scheduler.running.requests.values()))
+    run_until(engine, lambda: any(one.life.num_in_flight for one in scheduler.running.requests.values()))
     assert not deep.tokens
     scheduler.retract(scheduler.running.requests[deep.request_id])
     run_all(engine)
@@ -787,7 +793,7 @@ def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Pro
     generate(engine, prompts(LONG), max_tokens=50, pins=[(600, 640)])
     second = submit(engine, prompts(LONG, 5), max_tokens=200)
     run_until(engine, lambda: len(second.tokens) > 1)
-    resident = engine._parts.scheduler.running.requests[second.request_id].resident
+    resident = placement_of(engine, second).resident
     assert resident is not None and resident._pinned == (0,) and list(scores._known) == [second.request_id]
     engine.cancel(second.request_id)
     run_all(engine)

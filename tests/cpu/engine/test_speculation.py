@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, StepPlan, Thought
+from penstock.contract import FinishReason, StepPlan, Thought, Waits
 from penstock.engine.engine import Engine
 from penstock.engine.execution import sampler
 from penstock.engine.scheduling.drafts import Decoding
@@ -317,18 +317,18 @@ def timed(engine: Engine) -> Engine:
 def turns_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine does, in order: it launches steps, with drafts or without, and reads results."""
     done: list[str] = []
-    launch, read = engine._launch, engine._read
+    launch, read = engine.turns.launch, engine.turns.read
 
-    def launched(plan: StepPlan) -> Any:
+    def launched(plan: StepPlan, waits: Waits) -> Any:
         done.append("drafts" if any(chunk.num_logits > 1 for chunk in plan.chunks) else "launch")
-        return launch(plan)
+        return launch(plan, waits)
 
     def was_read(step: Any) -> None:
         done.append("read")
         read(step)
 
-    monkeypatch.setattr(engine, "_launch", launched)
-    monkeypatch.setattr(engine, "_read", was_read)
+    monkeypatch.setattr(engine.turns, "launch", launched)
+    monkeypatch.setattr(engine.turns, "read", was_read)
     return done
 
 

@@ -506,12 +506,8 @@ def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, promp
     busy(engine, prompts)
     returning = submit(engine, prompts(80), max_tokens=1)
     turn(engine, 4)
-    (track,) = [
-        track
-        for track in engine._parts.scheduler.running.requests.values()
-        if track.request.id == returning.request_id
-    ]
-    assert track.state is State.LOADING and track.load is not None and not track.load.settled
+    running = engine._parts.scheduler.running.requests[returning.request_id]
+    assert running.life.state is State.LOADING and running.load is not None and not running.load.settled
     load.let()
     run_all(engine)
     assert returning.finish is FinishReason.LENGTH

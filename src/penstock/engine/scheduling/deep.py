@@ -93,7 +93,7 @@ class Deep:
         self._num_read = 0  # blocks found in host memory at the last lookup
         # context kept from an earlier turn and its usable blocks, from the last match
         self._continues: tuple[KeptContext, int] | None = None
-        self._resident: ResidentSet | None = None  # of a scored request that has a table
+        self.resident: ResidentSet | None = None  # of a scored request that has a table
         # blocks that it paged out while other requests still hold them on the device; lowers its limit there
         self.num_lent = 0
 
@@ -205,7 +205,7 @@ class Deep:
         self.is_partial |= self._continues is not None or running.request.sampling.max_tokens > 1
         if self._continues is not None:
             self._contexts.kept.use(self._continues[0])
-        self._resident = ResidentSet(
+        self.resident = ResidentSet(
             self._division, asked.pins, len(life.tokens), life.lifetime_tokens, self._continues
         )
 
@@ -213,11 +213,11 @@ class Deep:
 
     @property
     def is_scored(self) -> bool:
-        return self._resident is not None
+        return self.resident is not None
 
     def _deciding(self, running: RunningRequest) -> ResidentSet | None:
         """The resident set that its next tokens attend to; None if they attend to all tokens."""
-        resident = self._resident
+        resident = self.resident
         return resident if resident is not None and resident.decodes(running.num_planned) else None
 
     def reads_host(self, running: RunningRequest) -> bool:
@@ -298,23 +298,21 @@ class Deep:
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepLimits) -> Placed:
         table = running.table
-        if self._resident is not None:
-            return self._resident.place(
-                table, start, end, may_score=not step.scores, may_read=step.reads_host
-            )
+        if self.resident is not None:
+            return self.resident.place(table, start, end, may_score=not step.scores, may_read=step.reads_host)
         return Placed(table.slots(end + room), table.paged_slots if table.num_paged else None)
 
     def take_scores(self, given: PartScores) -> None:
-        if self._resident is not None:
-            self._resident.take_scores(given.scores)
+        if self.resident is not None:
+            self.resident.take_scores(given.scores)
             self._contexts.counts.see_scoring(given.recall)
 
     def leave(self, running: RunningRequest, is_answered: bool) -> None:
-        if (resident := self._resident) is not None:
+        if (resident := self.resident) is not None:
             kept = self._keep_context(running, resident, is_answered)
             self._contexts.leave_scored(running.request.id, kept)
         self._contexts.num_pages -= self.num_pages
-        self.num_lent, self._resident = 0, None
+        self.num_lent, self.resident = 0, None
 
     def _keep_context(self, running: RunningRequest, resident: ResidentSet, is_answered: bool) -> range:
         """If it `is_answered`, its context is kept for the next turn of its conversation. Returns the range

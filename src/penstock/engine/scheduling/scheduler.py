@@ -85,7 +85,7 @@ class Scheduler:
         self._budget = budget
         self._times = times
         self.lives: dict[str, Life] = {}  # all open requests: each is either in line or running
-        self._deep = DeepContexts(ledger, budget, promises, tau, self.counts)
+        self.deep = DeepContexts(ledger, budget, promises, tau, self.counts)
         self.running = Running(ledger, budget, self.lengths, promises)
         self.admission = Admission(ledger, budget, self.running, times)
         self._drafts = Drafting(drafter or NoDrafts(), ledger, budget, self.running)
@@ -104,7 +104,7 @@ class Scheduler:
         if request.id in self.lives:
             raise InvariantBroken(f"request {request.id} was added twice")
         num_tokens = len(request.prompt) + max(0, request.sampling.max_tokens - 1)
-        placement = self._deep.placement(request, num_tokens)
+        placement = self.deep.placement(request, num_tokens)
         order = self.admission.came(request)
         life = Life(request, order, placement, request.prefix, list(request.prompt))
         if request.sampling.prompt_logprobs is not None:
@@ -184,7 +184,7 @@ class Scheduler:
 
     def _take_news(self) -> News:
         moves, self._moves = self._moves, []
-        return News(moves, self._deep.take_left())
+        return News(moves, self.deep.take_left())
 
     def _compute(
         self, running: RunningRequest, room: Room, drafts: tuple[int, ...] = (), is_new: bool = False
@@ -433,7 +433,7 @@ class Scheduler:
     def check(self) -> None:
         """Recount the running totals; raises InvariantBroken if they differ."""
         self.running.check()
-        self._deep.check(self.running.requests.values())
+        self.deep.check(self.running.requests.values())
 
 
 def _may_begin(load: Load) -> bool:

@@ -175,7 +175,7 @@ def test_the_sanitizer_sees_results_that_are_read_too_early(
     engine = build(tiny_config(), sanitizer=sanitizer)
     submit(engine, prompts(20), max_tokens=2)
     engine.step()
-    running = engine._running
+    running = engine.turns.running
     assert running is not None and sanitizer.reports == []
     engine._parts.lanes[0].touch((running.outputs.access,), label="read results")
     assert [(r.kind, r.arena) for r in sanitizer.reports] == [(Kind.RACE, "staged results")]

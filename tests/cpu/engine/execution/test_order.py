@@ -43,7 +43,7 @@ def order_of_use(
     monkeypatch.setattr(engine._parts.executor._forward.model, "embed", noted)
     submit(engine, prompt, max_tokens=1)
     engine.step()
-    running = engine._running
+    running = engine.turns.running
     assert running is not None
     stepped.wait(patience_s)  # a step that does not wait has run by then
     gate.set()
@@ -118,14 +118,14 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(
     launched: list[Any] = []
     try:
         for _ in range(3):
-            launched.append(executor.launch(scheduler.plan(), scheduler.waits))  # type: ignore[arg-type]
+            launched.append(executor.launch(*scheduler.plan()[:2]))  # type: ignore[arg-type]
             scheduler.launched(launched[-1].fence)
         with pytest.raises(InvariantBroken, match="staging buffer was reused"):
-            executor.launch(scheduler.plan(), scheduler.waits)  # type: ignore[arg-type]
+            executor.launch(*scheduler.plan()[:2])  # type: ignore[arg-type]
     finally:
         hold.set()
     for step in launched:
-        engine._outbox.publish(scheduler.commit(step.wait_result()))
+        engine._outbox.publish(scheduler.commit(step.wait_result()).events)
     scheduler._steps._unread.clear()  # the plan that could not be launched
 
 
@@ -150,22 +150,22 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
     lane.submit(lambda: (began.set(), gate.wait(30)), label="a step that takes long")
     assert began.wait(30), "the step before it has not counted its token"
     try:
-        running = engine._running
+        running = engine.turns.running
         assert running is not None
         engine._outbox.publish([scheduler.cancel(first.request_id)])
         again = submit(engine, prompt, **penalties)
         engine._inbox.run_all()
         before = sampler._counts.clone()
-        plan = scheduler.plan()
+        plan, waits = scheduler.plan()[:2]
         assert plan is not None and plan.starts
-        launched = engine._launch(plan)
+        launched = engine.turns.launch(plan, waits)
         assert torch.equal(sampler._counts, before) and int(before.sum()) > 0, (
             "the row is still the last request's"
         )
-        engine._running = launched
+        engine.turns.running = launched
     finally:
         gate.set()
-    engine._read(running)
+    engine.turns.read(running)
     run_all(engine)
     assert again.tokens == alone.tokens
 

@@ -249,7 +249,7 @@ class Scored(Deep):
     """One that has its resident set already."""
 
     def __init__(self, resident: ResidentSet) -> None:
-        self._resident = resident
+        self.resident = resident
 
 
 def test_one_that_is_only_summed_up_takes_nobodys_turn_to_score() -> None:

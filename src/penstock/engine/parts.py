@@ -1,0 +1,49 @@
+"""The parts of an engine, as `engine.build` makes them. Tests and tools reach them here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cores import ThreadsByLoad
+from penstock.engine.adapters import AdapterStore
+from penstock.engine.execution.executor import Executor
+from penstock.engine.execution.grammars import Grammars
+from penstock.engine.pace import ScoringCost
+from penstock.engine.scheduling.residency import ResidencyChoice
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.cache import KvCache
+from penstock.kv.memory import DeviceArena
+from penstock.lanes.lane import Lane
+from penstock.models.tokenizer import TextCodec
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.drafter import Speculation
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """All that an engine runs on."""
+
+    name: str
+    weights: str  # how matrices are stored, as text
+    tokenizer: TextCodec
+    scheduler: Scheduler
+    executor: Executor
+    adapters: AdapterStore
+    cache: KvCache
+    arena: DeviceArena
+    lanes: Sequence[Lane]
+    vocab: int
+    max_model_len: int
+    max_open: int  # open requests; one more is refused as overload
+    seed: int
+    # the model's defaults for fields of SamplingParams
+    sampling: Mapping[str, Any]
+    grammars: Grammars
+    residency: ResidencyChoice
+    resident_blocks: int  # of a request on the device; one that may need more is deep
+    scoring: ScoringCost
+    sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
+    speculation: Speculation | None = None  # proposes tokens, if enabled
+    threads: ThreadsByLoad | None = None  # compute threads, on a CPU

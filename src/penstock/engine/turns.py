@@ -1,0 +1,169 @@
+"""One turn of the engine thread: plan and launch step N+1 while N runs, then read N. Owns the step that runs,
+and the callers that wait for a save, a reset or a flush."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from penstock.contract import StepPlan, Waits
+from penstock.engine.execution.running_step import RunningStep
+from penstock.engine.inbox import fail
+from penstock.engine.outbox import Outbox
+from penstock.engine.pace import Pace
+from penstock.engine.parts import EngineParts
+from penstock.engine.scheduling.scheduler import News, Planned
+from penstock.errors import EngineClosed
+from penstock.kv.cache import Persisting, Resetting, Settling
+from penstock.lanes.lane import POLL_S
+from penstock.observe import EngineObserver
+
+
+class Flushes:
+    """Saves and resets in flight, with the futures that wait for them. For the engine thread."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Settling | None, Future[Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, save: Settling | None, done: Future[Any]) -> None:
+        """`save` None: there is nothing to wait for."""
+        self._waiting.append((save, done))
+
+    def end(self) -> None:
+        """End the futures of all that has settled."""
+        for save, done in self._waiting:
+            if (save is None or save.settled) and not done.done() and done.set_running_or_notify_cancel():
+                error = save.error if isinstance(save, Persisting | Resetting) else None
+                result = save.forgotten if isinstance(save, Resetting) else None
+                done.set_result(result) if error is None else done.set_exception(error)
+        self._waiting = [(save, done) for save, done in self._waiting if not done.done()]
+
+    def fail(self, why: str) -> None:
+        for _, done in self._waiting:
+            fail(done, EngineClosed(why))
+        self._waiting = []
+
+
+class Turns:
+    """Called by the engine thread. Only reading a result blocks, and waiting for grammar masks."""
+
+    def __init__(self, parts: EngineParts, outbox: Outbox, flushes: Flushes, watch: EngineObserver) -> None:
+        self.running: RunningStep | None = None  # launched, not read yet
+        self.num_steps = self.num_host_steps = 0
+        self.blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
+        self._parts, self._outbox, self._flushes, self._watch = parts, outbox, flushes, watch
+        self._pace = Pace(parts.scoring)
+        # last step that read KV in host memory: its number and launch time
+        self._host_step = 0, 0.0
+        # monotonic; the earliest time of the next such step while other requests run
+        self._reads_host_s = 0.0
+
+    def run(self) -> bool:
+        """Returns whether anything was done."""
+        settled = self.settle()
+        reads = self.running is not None
+        planned = self._plan()
+        launched = None if planned.plan is None else self.launch(planned.plan, planned.waits)
+        previous, self.running = self.running, launched
+        if previous is not None:
+            self.read(previous)
+        if launched is not None:
+            self.running = self._sample(launched)
+        return launched is not None or reads or settled
+
+    def _plan(self) -> Planned:
+        """Steps that read KV in host memory get half of the time while other requests run: one takes as long
+        as dozens of other steps, and its requests wait for the link."""
+        if time.monotonic() < self._reads_host_s:
+            planned = self._ask(reads_host=False)
+            if planned.plan is not None:
+                return planned
+        return self._ask(reads_host=True)
+
+    def _ask(self, reads_host: bool) -> Planned:
+        scheduler = self._parts.scheduler
+        planned = scheduler.plan(reads_host, is_unread=self.running is not None and self.running.samples)
+        if planned.reads_first:
+            self.read_running()
+            planned = scheduler.plan(reads_host)
+        self._hear(planned.news)
+        return planned
+
+    def _hear(self, news: News) -> None:
+        if news.left and self._parts.executor.scores is not None:
+            self._parts.executor.scores.forget(news.left)
+        self._outbox.note_moves(news.moves)
+
+    def launch(self, plan: StepPlan, waits: Waits) -> RunningStep:
+        running = self._parts.executor.launch(plan, waits)
+        if plan.reads_host:
+            self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
+            self.num_host_steps += 1
+        self._pace.launched(plan)
+        self._parts.scheduler.launched(running.fence, is_whole=running.late is None)
+        self._outbox.note_starts(plan.starts)
+        self.num_steps += 1
+        return running
+
+    def read_running(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            self.read(running)
+
+    def read(self, step: RunningStep) -> None:
+        started = time.monotonic()
+        while any(not load.settled for load in step.loads) and not step.fence.passed():
+            # settle the step's loads while it computes, not afterwards
+            if not self.settle():
+                time.sleep(self._parts.cache.look_again_s)
+        with self._watch.may_wait("result"):
+            result = step.wait_result()
+        self.blocked_s["result"] += time.monotonic() - started
+        if step.number == self._host_step[0]:
+            # the same time again for other steps
+            self._reads_host_s = 2 * time.monotonic() - self._host_step[1]
+        if (prefill := self._pace.read()) is not None:
+            self._parts.cache.prefill.add(*prefill)
+        # the step's loads are over: seal their blocks before later ones
+        self.settle()
+        # the fence of a load may be a moment late
+        while result.error is None and any(not load.settled for load in step.loads):
+            time.sleep(POLL_S)
+            self.settle()
+        events, news = self._parts.scheduler.commit(result)
+        if (masks := self._parts.executor.masks).answers:
+            # their masks can be computed now
+            masks.advance((event.request_id, event.tokens) for event in events)
+        self._outbox.publish(events)
+        started = time.monotonic()
+        self._parts.cache.submit_saves()
+        self.blocked_s["save"] += time.monotonic() - started
+        self._hear(news)
+
+    def _sample(self, step: RunningStep) -> RunningStep:
+        """Launch its sampling if it waits for masks; they are computed while its forward pass runs."""
+        if step.late is None:
+            return step
+        started = time.monotonic()
+        scheduler = self._parts.scheduler
+        with self._watch.may_wait("result"):
+            step = self._parts.executor.sample(step)
+        # the draft model runs after the sampling, over the same slots
+        scheduler.launched(step.fence)
+        self.blocked_s["mask"] += time.monotonic() - started
+        self._outbox.publish([scheduler.stop(ending.request_id, ending.error) for ending in step.endings])
+        return step
+
+    def settle(self) -> bool:
+        """Take in transfers that are over; returns whether there were any."""
+        started = time.monotonic()
+        settled = self._parts.cache.settle()
+        self.blocked_s["settle"] += time.monotonic() - started
+        if self._flushes:
+            self._flushes.end()
+        return settled
