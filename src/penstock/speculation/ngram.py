@@ -106,23 +106,7 @@ class NgramProposer:
         """At most `k` tokens to follow `history`, perhaps none. `history` is that of the last call with
         accepted tokens appended."""
         self._extend(history)
-        return self._continued(self._num, k)
-
-    def hindsight(self, history: Sequence[int], k: int) -> int | None:
-        """How many of the last `k` tokens of `history` a proposal before them would have got right; None: no
-        proposal."""
-        self._extend(history)
-        proposed = self._continued(max(0, self._num - k), k)
-        agree = (
-            at for at, (one, other) in enumerate(zip(proposed, history[-k:], strict=False)) if one != other
-        )
-        return next(agree, len(proposed)) if proposed else None
-
-    def _continued(self, num: int, k: int) -> tuple[int, ...]:
-        """At most `k` tokens to follow the first `num` of the text."""
-        text = self._text[max(0, num - OWN_TOKENS) : num]
-        if k <= 0:
-            return ()
+        text = self._text[max(0, self._num - OWN_TOKENS) : self._num]
         own = longest(text, text)
         texts = np.empty(0, np.int32) if self._shared is None else self._shared.of(self._scope)
         other = longest(texts, text)
