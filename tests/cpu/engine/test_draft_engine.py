@@ -27,7 +27,9 @@ from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer import Group
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation import drafter
 from penstock.speculation.draft import draft_arena, num_draft_layers
+from penstock.speculation.length import StepCosts
 from penstock.testing.sanitized import check_silent
 from tests.cpu.engine.test_tiers import forget, overlap_from, until
 from tests.support.adapters import write_random_adapter
@@ -61,11 +63,11 @@ def make(device: str) -> Any:
     """Engines whose drafts are all verified, under the sanitizer; `draft` None: one that drafts nothing."""
     made: list[tuple[Engine, Sanitizer]] = []
 
-    def make(draft: str | None, drafts: int = 4, **settings: Any) -> Engine:
+    def make(draft: str | None, drafts: int = 4, is_forced: bool = True, **settings: Any) -> Engine:
         config = tiny_config(**{"device": device, **settings})
         sanitizer = Sanitizer()
         engine = build(config if draft is None else drafting(config, draft, drafts), sanitizer=sanitizer)
-        if engine._parts.speculation is not None:
+        if draft is not None and is_forced:
             forced(engine)
         made.append((engine, sanitizer))
         return engine
@@ -587,6 +589,29 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
         assert_same(one, wanted)
         num, kept = drafted(one)
         assert num > kept > 0, "it sees less than the target"
+
+
+def test_drafting_that_does_not_pay_goes_off_by_itself_and_later_requests_are_tried_again(
+    make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running requests stay undrafted: no pass runs over what they decode."""
+    monkeypatch.setattr(drafter, "_REST_STEPS", 40)
+    plain, engine, passes = make(None), make(OTHER, is_forced=False), counted_passes(monkeypatch)
+    needs_eager_passes(engine)
+    flat = StepCosts((1, 8, 64), (1e-3, 1.1e-3, 2e-3), 5e-4)
+    engine._parts.speculation.measure(lambda costs: flat)
+    for turn in range(2):
+        right = [generate(plain, prompts(20 + n, seed=n + turn), max_tokens=100) for n in range(3)]
+        found = [submit(engine, prompts(20 + n, seed=n + turn), max_tokens=100) for n in range(3)]
+        while len(found[0].tokens) < 40:
+            engine.step()
+        num_passes = len(passes)
+        run_all(engine)
+        assert len(passes) == num_passes > 0, "it is off long before the end"
+        for one, wanted in zip(found, right, strict=True):
+            assert_same(one, wanted)
+            assert 0 < drafted(one)[0] < 60
+    engine.check()
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -168,9 +168,8 @@ class Executor:
             progress("capturing steps", done, len(buckets))
             self._replays.get(bucket)
             if bucket.samples_all and self.ahead is not None:
-                self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
-                    self._captured_ahead(bucket, self.limits.num_ahead, choice)
+                    self._captured_ahead(bucket, choice)
         progress("capturing steps", len(buckets), len(buckets))
 
     def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
@@ -532,7 +531,7 @@ class Executor:
         assert ahead is not None and packed.ahead_slots is not None
         captured = None
         if bucket is not None and bucket.samples_all and self._device.type == "cuda":
-            captured = self._captured_ahead(bucket, *drafting)
+            captured = self._captured_ahead(bucket, drafting[1])
 
         def run() -> None:
             inputs, made = flow.bound_inputs(), outputs.made
@@ -583,11 +582,13 @@ class Executor:
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
-        ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
+    def _captured_ahead(self, bucket: Shape, choice: DrawKind) -> CapturedPass:
+        ahead, num_drafts = self.ahead, self.limits.num_ahead
         assert ahead is not None
         return self._replays.get_pass(
-            bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting)
+            bucket,
+            choice,
+            lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, num_drafts, choice),
         )
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
