@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import Request, SamplingParams, Start, StepPlan
+from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.engine import Engine
+from penstock.engine.scheduling.scheduler import Planned
 from tests.support.driving import generate
 
 
