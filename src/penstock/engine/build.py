@@ -59,7 +59,7 @@ from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
-from penstock.speculation.drafter import DeviceDrafter, NgramDrafter, Speculation
+from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, installed_head, read_head
 
@@ -560,7 +560,7 @@ def _guesser(
 
 def _speculation(
     config: Config, limits: StepLimits, device: torch.device, passes: Passes | None
-) -> Speculation | None:
+) -> DeviceDrafter | NgramDrafter | None:
     """Starts with guessed step costs: those of a machine limited by memory, not by arithmetic."""
     if config.speculation.proposer is None:
         return None

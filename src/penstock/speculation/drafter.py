@@ -32,7 +32,20 @@ _REST_STEPS, _MOST_REST_STEPS = 256, 8192  # steps before it is tried again; dou
 _MOST_WAIT = 8  # tokens between two lookups of a request whose proposals fail
 
 
-class DeviceDrafter:
+class Speculation:
+    """What both drafters know: limits, and the costs of steps."""
+
+    def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts) -> None:
+        """`max_drafts`: per request. `max_step_drafts`: of all requests of a step."""
+        self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
+        self._costs = costs
+
+    def measure(self, measured: Callable[[StepCosts], StepCosts]) -> None:
+        """Replace the costs by those that `measured` finds."""
+        self._costs = measured(self._costs)
+
+
+class DeviceDrafter(Speculation):
     """Implements `Drafter` for drafts that the device makes after each step."""
 
     needs_results = False
@@ -40,19 +53,15 @@ class DeviceDrafter:
     def __init__(
         self, max_drafts: int, max_step_drafts: int, costs: StepCosts, has_failed: Callable[[], bool]
     ) -> None:
-        """`max_drafts`: per request. `max_step_drafts`: of all requests of a step. `has_failed`: drafts can
-        no longer be made."""
-        self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
-        self._costs, self._has_failed = costs, has_failed
+        """`has_failed`: drafts can no longer be made."""
+        super().__init__(max_drafts, max_step_drafts, costs)
+        self._has_failed = has_failed
         self._drafted: dict[str, DraftRecord] = {}
         self._undrafted: set[str] = set()  # running requests without drafts
         self._forget()
         self._is_on = True
         self._num_doubts = self._num_paying = self._num_resting = 0
         self._rest_steps = _REST_STEPS
-
-    def measure(self, measured: Callable[[StepCosts], StepCosts]) -> None:
-        self._costs = measured(self._costs)
 
     @property
     def num_ahead(self) -> int:
@@ -139,22 +148,17 @@ class _LookedUp:
     guess_at: int = 0  # number of tokens before that
 
 
-class NgramDrafter:
+class NgramDrafter(Speculation):
     """Implements `Drafter` for prompt lookup, on the host."""
 
     needs_results = True
     num_ahead = 0
 
     def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts) -> None:
-        """`max_drafts`: per request. `max_step_drafts`: of all requests of a step."""
-        self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
-        self._costs = costs
+        super().__init__(max_drafts, max_step_drafts, costs)
         self._shared = SharedTexts()
         self._requests: dict[str, _LookedUp] = {}
         self._pool = DraftRecord(max_drafts, _OF_ALL)  # of all requests
-
-    def measure(self, measured: Callable[[StepCosts], StepCosts]) -> None:
-        self._costs = measured(self._costs)
 
     def started(self, life: Life) -> None:
         prefix = life.request.prefix
@@ -215,6 +219,3 @@ class NgramDrafter:
         for record in (request.record, self._pool):
             record.saw(len(came), num_kept)
         request.wait = 1 if num_kept else min(2 * request.wait, _MOST_WAIT)
-
-
-Speculation = DeviceDrafter | NgramDrafter
