@@ -16,6 +16,7 @@ import dataclasses
 import json
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from penstock.commands.arguments import config_of, engine_flags
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.scheduling.budget import Room
 
 STEADY = 8  # tokens of every running request before prompts arrive
 
@@ -78,7 +80,8 @@ class Bench:
     def run(self, target_ms: float, runs: Runs) -> None:
         scheduler, args = self._engine._parts.scheduler, self._args
         # one engine: building it takes longer
-        scheduler._budget = dataclasses.replace(scheduler._budget, chunk_s=target_ms / 1000)
+        budget = dataclasses.replace(scheduler.deep.budget, chunk_s=target_ms / 1000)
+        scheduler._room = partial(Room, budget, *scheduler._room.args[1:])
         self._num_runs += 1
         decoding = self._submit(args.batch, args.context, args.tokens, 1)
         while any(len(one.times_s) < STEADY for one in decoding):

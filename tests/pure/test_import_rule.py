@@ -36,7 +36,6 @@ LAYERS = (
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers",),
     (
-        "penstock.kv.pager",
         "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.questions + "
         "penstock.kv.snapshots",
         "penstock.sanitizer",
@@ -52,20 +51,22 @@ LAYERS = (
                 "outbox",
                 "loop",
                 "pace",
+                "parts",
                 "sessions",
                 "snapshots",
                 "stats",
                 "text",
+                "turns",
             )
         ),
     ),
-    ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),
+    ("penstock.server", "penstock.bench", "penstock.testing"),
     ("penstock.cli + penstock.commands + penstock.__main__ + penstock.llm",),
 )
 # storage works without the engine, which asks its door
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}
-ONLY = {"penstock.connectors": "penstock.kv", "penstock.sanitizer": "penstock.sanitizer"}  # and the base
-PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("propose", "ngram", "length", "drafter"))
+ONLY = {"penstock.sanitizer": "penstock.sanitizer"}  # and the base
+PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("ngram", "length", "drafter"))
 NO_TORCH = (
     *LAYERS[0][0].split(" + "),
     "penstock.kv.blocks",
@@ -297,11 +298,6 @@ REFUSED = {
         "from penstock.engine.scheduling.budget import blocks_for",
     ),
     "storage imports the engine": ("penstock.kv.tiers.host", "from penstock.engine import engine"),
-    "a connector imports the engine": (
-        "penstock.connectors.other",
-        "from penstock.engine.engine import Engine",
-    ),
-    "a connector imports lanes": ("penstock.connectors.other", "from penstock.lanes.lane import Lane"),
     "what is observed imports its observer": (
         "penstock.lanes.cpu",
         "from penstock.sanitizer.detector import Detector",
@@ -361,10 +357,6 @@ ALLOWED = {
     "web packages in the server": (
         "penstock.server.app",
         "import msgspec\nfrom starlette.routing import Route",
-    ),
-    "a connector and storage": (
-        "penstock.connectors.other",
-        "from penstock.kv.cache import KvCache\nfrom penstock.contract import Fence",
     ),
     "the command line and the front": (
         "penstock.commands.serve",

@@ -41,7 +41,7 @@ from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.sessions import RETAINED_SHARE, SessionLimits, Sessions
 from penstock.engine.snapshots import EngineSnapshots
 from penstock.engine.stats import EngineStats
-from penstock.engine.turns import Flushes, Turns
+from penstock.engine.turns import EngineTurns, Flushes
 from penstock.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Settling
@@ -76,7 +76,7 @@ class Engine:
         self._load_exposed_s = 0.0
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         self._flushes = Flushes()
-        self.turns = Turns(parts, self._outbox, self._flushes, self._watch)
+        self.turns = EngineTurns(parts, self._outbox, self._flushes, self._watch)
         cache = parts.cache
         stats = cache.stats()
         self.tiers = (*stats.slots, *stats.cold)  # all tiers, hottest first

@@ -49,7 +49,7 @@ class Flushes:
         self._waiting = []
 
 
-class Turns:
+class EngineTurns:
     """Called by the engine thread. Only reading a result blocks, and waiting for grammar masks."""
 
     def __init__(self, parts: EngineParts, outbox: Outbox, flushes: Flushes, watch: EngineObserver) -> None:

@@ -36,7 +36,10 @@ def test_a_request_is_overtaken_for_as_long_as_the_setting_says_and_never_where_
         ({"scheduling": "fifo", "max_overtaken_s": 7.0}, 0.0),
     ):
         scheduler = make_engine(**settings)._parts.scheduler
-        assert (scheduler._budget.max_overtaken_s, scheduler.admission.line._bound_s) == (bound_s, bound_s)
+        assert (scheduler.deep.budget.max_overtaken_s, scheduler.admission.line._bound_s) == (
+            bound_s,
+            bound_s,
+        )
 
 
 def test_sixteen_may_wait_for_each_that_can_run(make_engine: MakeEngine) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.contract import FinishReason, KvSource, Match, StepPlan, Waits
 from penstock.engine import build as build_module
-from penstock.engine import engine as engine_module
+from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
@@ -131,7 +131,7 @@ def test_others_have_as_much_time_as_steps_that_read_host_memory(
     """A step takes a second, and ten where it reads host memory."""
     engine, now_s, reads = deep_engine(make_engine, 256), 0.0, []
     monkeypatch.setattr(
-        engine_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+        turns_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
     )
     launch, read = engine.turns.launch, engine.turns.read
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.contract import Adapter, CacheHint, FinishReason, Prefix, SamplingParams, TokenEvent
-from penstock.engine import engine as engine_module
 from penstock.engine import loop as loop_module
+from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
@@ -43,9 +43,7 @@ def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
         return timed
 
     cache = engine.cache
-    monkeypatch.setattr(
-        engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
-    )
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
     monkeypatch.setattr(RunningStep, "wait_result", takes("result", 1.0, RunningStep.wait_result))
     monkeypatch.setattr(cache, "submit_saves", takes("save", 100.0, cache.submit_saves))
     monkeypatch.setattr(cache, "settle", takes("settle", 10_000.0, cache.settle))

@@ -511,7 +511,7 @@ def test_who_brings_more_than_the_window_takes_attends_to_all(
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=70)
     settle_all(engine)
-    window = 64 * engine._parts.scheduler._budget.division.window  # type: ignore[union-attr]
+    window = 64 * engine._parts.scheduler.deep.budget.division.window  # type: ignore[union-attr]
     num_kept = 16 * len(kept_of(engine)[0].keys)
     for num_new, is_exact in ((window + 1, True), (window, False)):
         num_steps = engine.stats().host_steps
@@ -770,7 +770,7 @@ def test_before_anything_is_computed_all_that_may_be_chosen_is_there(
         (1164, 1),
         (1165, 1),
     ]
-    division = engine._parts.scheduler._budget.division
+    division = engine._parts.scheduler.deep.budget.division
     assert division is not None and 16 * len(kept.keys) == 1088
     assert first.num_elsewhere == len(kept.keys) - 4 * division.chosen
     assert first.scoring is second.scoring is third.scoring is None, (

@@ -79,7 +79,7 @@ def test_times_and_choices_of_the_host_tier_are_those_of_the_settings(built: Bui
 @pytest.mark.parametrize("overcommit", [1.0, 3.0])
 def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: float) -> None:
     engine = built(tiny_config(max_batch=5, prefill_chunk=24, overcommit=overcommit, max_model_len=100))
-    budget = engine._parts.scheduler._budget
+    budget = engine._parts.scheduler.deep.budget
     assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (
         5,
         24,
@@ -87,7 +87,7 @@ def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: fl
         100,
     )
     small = built(tiny_config(prefill_chunk=512, max_model_len=40))
-    assert small._parts.scheduler._budget.prefill_chunk == 40, (
+    assert small._parts.scheduler.deep.budget.prefill_chunk == 40, (
         "no step needs more tokens than the context has"
     )
 
@@ -111,7 +111,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
     built: Built, host_blocks: int
 ) -> None:
     engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
-    rate = engine._parts.scheduler._times
+    rate = engine._parts.scheduler.admission._times
     assert rate is engine.cache.prefill and rate is engine.cache.loads.prefill
     assert rate.tokens(1.0, 0) is None
     generate(engine, list(range(1, 60)))

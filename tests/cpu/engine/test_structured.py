@@ -15,7 +15,7 @@ import pytest
 
 from penstock.contract import FinishReason, Grammar, SamplingParams
 from penstock.engine import build as build_module
-from penstock.engine import engine as engine_module
+from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.masks import StepMasks
 from penstock.engine.execution.replays import cuda_buckets
@@ -359,9 +359,7 @@ def test_the_wait_for_masks_is_timed_and_nobody_else_waits(
 ) -> None:
     """A clock that only a wait for masks moves."""
     now = [0.0]
-    monkeypatch.setattr(
-        engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
-    )
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
     inner = StepMasks.wait_filled
 
     def slow(self: StepMasks, lane: Any) -> Any:

@@ -11,7 +11,7 @@ from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
 from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.on_device import NO_MATCH, OnDevice, has_known_tokens, lease_again
 from penstock.engine.scheduling.residency import KeptContext, KeptContexts, ResidentSet
-from penstock.engine.scheduling.stages import Placed, Placement, RunningRequest, StepLimits, WaitingRequest
+from penstock.engine.scheduling.stages import Placed, Placement, RunningRequest, StepRules, WaitingRequest
 from penstock.errors import InvariantBroken
 
 # one step of a deep request computes at most this part (1/n) of the blocks that it may have on the device
@@ -35,7 +35,7 @@ class DeepContexts:
         self.promises = promises
         self.counts = counts
         self.kept = KeptContexts(budget.division, ledger.num_pageable)
-        self.num_pages = 0  # blocks that running deep requests may need in host memory
+        self.num_host_blocks = 0  # blocks that running deep requests may need in host memory
         self.num_scored = 0
         # (id, range of kept key bounds) of scored requests that left since the last call of `take_left`
         self._left: list[tuple[str, range]] = []
@@ -65,10 +65,10 @@ class DeepContexts:
     def check(self, running: Iterable[RunningRequest]) -> None:
         """Recount; raises InvariantBroken if totals differ."""
         deep = [one.life.placement for one in running if isinstance(one.life.placement, Deep)]
-        num_pages, num_scored = sum(one.num_pages for one in deep), sum(one.is_scored for one in deep)
-        if num_pages != self.num_pages or (num_pages and num_pages > self.ledger.num_pageable):
+        needed, num_scored = sum(one.num_host_blocks for one in deep), sum(one.is_scored for one in deep)
+        if needed != self.num_host_blocks or (needed and needed > self.ledger.num_pageable):
             raise InvariantBroken(
-                f"deep requests may need {num_pages} host blocks; {self.num_pages} are counted, "
+                f"deep requests may need {needed} host blocks; {self.num_host_blocks} are counted, "
                 f"{self.ledger.num_pageable} exist"
             )
         if num_scored != self.num_scored:
@@ -81,12 +81,12 @@ class Deep:
 
     may_draft = False
 
-    def __init__(self, contexts: DeepContexts, request: Request, num_pages: int) -> None:
+    def __init__(self, contexts: DeepContexts, request: Request, num_host_blocks: int) -> None:
         self._contexts = contexts
         self._ledger = contexts.ledger
         self.fixed_blocks: int | None = contexts.budget.resident_blocks
         self.is_partial = False
-        self.num_pages = num_pages  # blocks that it needs at most, all of them in host memory
+        self.num_host_blocks = num_host_blocks  # blocks that it needs at most, all of them in host memory
         self._division = contexts.budget.division if request.residency is not None else None
         # its blocks are paged out in multiples of this; of a scored request, in whole parts
         self._unit = 1 if self._division is None else self._division.part_blocks
@@ -179,7 +179,7 @@ class Deep:
 
     @property
     def has_host_room(self) -> bool:
-        return self._contexts.num_pages + self.num_pages <= self._ledger.num_pageable
+        return self._contexts.num_host_blocks + self.num_host_blocks <= self._ledger.num_pageable
 
     # ---------------------------------------------------------------------------------------------- admission
 
@@ -196,7 +196,7 @@ class Deep:
         return num_blocks * self._ledger.block_tokens, (("host", match.num_paged),)
 
     def enter(self, running: RunningRequest) -> None:
-        self._contexts.num_pages += self.num_pages
+        self._contexts.num_host_blocks += self.num_host_blocks
         life, asked = running.life, running.request.residency
         if self._division is None or asked is None:
             return
@@ -229,9 +229,11 @@ class Deep:
         return most - table.num_slots - table.num_fetched
 
     def num_fitting(
-        self, running: RunningRequest, num_tokens: int, step: StepLimits, fence: Fence | None
+        self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None
     ) -> int:
         """Paging out blocks for them may make it read host memory for the first time."""
+        if not step.reads_host and self.reads_host(running):
+            return 0
         num_fitting = self._num_after_paging(running, num_tokens, fence)
         if (resident := self._deciding(running)) is not None:
             resident.tau = self._contexts.tau
@@ -296,11 +298,11 @@ class Deep:
             resident.coming(part, one)
         self._contexts.counts.parts_fetched += len(coming)
 
-    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepLimits) -> Placed:
+    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepRules) -> Placed:
         table = running.table
         if self.resident is not None:
             return self.resident.place(table, start, end, may_score=not step.scores, may_read=step.reads_host)
-        return Placed(table.slots(end + room), table.paged_slots if table.num_paged else None)
+        return table.slots(end + room), table.paged_slots if table.num_paged else None, 0, None
 
     def take_scores(self, given: PartScores) -> None:
         if self.resident is not None:
@@ -311,7 +313,7 @@ class Deep:
         if (resident := self.resident) is not None:
             kept = self._keep_context(running, resident, is_answered)
             self._contexts.leave_scored(running.request.id, kept)
-        self._contexts.num_pages -= self.num_pages
+        self._contexts.num_host_blocks -= self.num_host_blocks
         self.num_lent, self.resident = 0, None
 
     def _keep_context(self, running: RunningRequest, resident: ResidentSet, is_answered: bool) -> range:

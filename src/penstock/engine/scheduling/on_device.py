@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Table
-from penstock.engine.scheduling.stages import Placed, RunningRequest, StepLimits, WaitingRequest
+from penstock.engine.scheduling.stages import Placed, RunningRequest, StepRules, WaitingRequest
 
 NO_MATCH = Match(0, 0, False)
 
@@ -84,15 +84,15 @@ class OnDevice:
         return running.promised - running.table.num_slots
 
     def num_fitting(
-        self, running: RunningRequest, num_tokens: int, step: StepLimits, fence: Fence | None
+        self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None
     ) -> int:
         return num_tokens
 
     def reads_host(self, running: RunningRequest) -> bool:
         return False
 
-    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepLimits) -> Placed:
-        return Placed(running.table.slots(end + room))
+    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepRules) -> Placed:
+        return running.table.slots(end + room), None, 0, None
 
     def take_scores(self, given: PartScores) -> None:
         pass

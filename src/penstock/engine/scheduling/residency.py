@@ -22,13 +22,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, wrong_spans
 from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
-from penstock.engine.scheduling.stages import Placed
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
@@ -243,6 +243,15 @@ def num_kept_parts(division: Division | None, num_pageable: int) -> int:
     return 0 if division is None else num_pageable // division.part_blocks
 
 
+class PlacedParts(NamedTuple):
+    """A `Placed` of a scored request."""
+
+    slots: NDArray[np.int32]
+    paged: NDArray[np.int32] | None
+    num_left_out: int
+    scoring: Scoring | None
+
+
 class ResidentSet:
     """The resident set of one request, from its admission until it leaves. It does not outlive a retraction
     and is not shared; the next turn of the conversation gets a `KeptContext`."""
@@ -300,7 +309,7 @@ class ResidentSet:
         num = max(-(-num_short // size), min(num_wanted, num_spare))
         return max(0, min(num * size, self._num_summed // size * size - table.num_paged))
 
-    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
+    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> PlacedParts:
         """Place the context of tokens `start` to `end`. `may_score`: no other chunk of the step asks for
         scores. `may_read`: the step may read host memory; it does so now and then to measure recall. Raises
         InvariantBroken if its tokens would miss parts that every step needs."""
@@ -312,7 +321,7 @@ class ResidentSet:
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
             scoring = self._last_exact(table, tail, end, may_score) if end == self.num_exact else None
-            return Placed(tail, paged, 0, scoring)
+            return PlacedParts(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
         scoring = self._later(table, tail, start, may_score)
@@ -321,12 +330,12 @@ class ResidentSet:
                 raise InvariantBroken(
                     f"a step at token {start} shows neither its trailing window nor host memory"
                 )
-            return Placed(own, self._left_out(table), 0, scoring)
+            return PlacedParts(own, self._left_out(table), 0, scoring)
         if scoring is not None and scoring.num_parts:
             self._num_scorings += 1
             if may_read and num_left_out and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
-                return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
-        return Placed(own, None, num_left_out, scoring)
+                return PlacedParts(own, self._left_out(table), 0, scoring._replace(recall=True))
+        return PlacedParts(own, None, num_left_out, scoring)
 
     def _left_out(self, table: Table) -> NDArray[np.int32]:
         """Host slots of the blocks that are not on the device."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from operator import itemgetter
 
 from penstock.contract import KvLedger, Lease, Match
 from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
@@ -51,12 +52,14 @@ class Running:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def in_turn(self, shortest_first: bool) -> Sequence[RunningRequest]:
-        """In planning order. Prompts are served shortest first in one step and oldest first in the next: a
-        short question does not wait for a long prompt, and the long prompt gets at least half of the
-        steps."""
-        requests = tuple(self.requests.values())
-        return sorted(requests, key=lambda one: one.num_left) if shortest_first else requests
+    def in_turn(self, shortest_first: bool) -> Sequence[tuple[RunningRequest, int]]:
+        """In planning order, each with the number of its tokens that are left to compute. Prompts are served
+        shortest first in one step and oldest first in the next: a short question does not wait for a long
+        prompt, and the long prompt gets at least half of the steps."""
+        requests = [(one, one.num_left) for one in self.requests.values()]
+        if shortest_first:
+            requests.sort(key=itemgetter(1))
+        return requests
 
     # ------------------------------------------------------------------------------------------ does it fit?
 

@@ -4,6 +4,7 @@ Admission, running requests, steps, drafts and events have files of their own. T
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from penstock.contract import (
@@ -55,7 +56,7 @@ class Planned(NamedTuple):
     reads_first: bool = False  # the step launched last has to be read before this plan can be made
 
 
-class Outcome(NamedTuple):
+class Committed(NamedTuple):
     """What a result means for the listeners of its requests."""
 
     events: Sequence[TokenEvent]
@@ -82,8 +83,8 @@ class Scheduler:
         self.counts = SchedulerCounts()
         promises = Promises()
         self._ledger = ledger
-        self._budget = budget
-        self._times = times
+        self._block_tokens = ledger.block_tokens
+        self._room = partial(Room, budget, ledger.block_tokens, times)  # what a step has left for prompts
         self.lives: dict[str, Life] = {}  # all open requests: each is either in line or running
         self.deep = DeepContexts(ledger, budget, promises, tau, self.counts)
         self.running = Running(ledger, budget, self.lengths, promises)
@@ -155,12 +156,13 @@ class Scheduler:
         self._take_in_loads()
         self.running.keep_free()
         requests = self.running.in_turn(shortest_first=self._steps.num_planned % 2 == 0)
-        decodes = any(one.num_left == 1 and one.life.state is State.RUNNING for one in requests)
-        room = Room(self._budget, self._ledger.block_tokens, self._times, decodes)
-        drafts = self._drafts.propose(requests) if decodes else {}
+        decodes = any(left == 1 and one.life.state is State.RUNNING for one, left in requests)
+        room = self._room(decodes)
+        drafts = self._drafts.propose([one for one, _ in requests]) if decodes else {}
         self._next.num_ahead = self._drafts.drafter.num_ahead
-        for running in requests:
-            self._compute(running, room, drafts.get(running, ()))
+        for running, num_left in requests:
+            if num_left and running.life.state is State.RUNNING:
+                self._compute(running, num_left, room, drafts.get(running, ()))
         if self.counts.retractions == num_retractions:
             self.admission.admit(lambda waiting, match: self._start(waiting, match, room))
         self.admission.prefetch()
@@ -187,33 +189,35 @@ class Scheduler:
         return News(moves, self.deep.take_left())
 
     def _compute(
-        self, running: RunningRequest, room: Room, drafts: tuple[int, ...] = (), is_new: bool = False
+        self,
+        running: RunningRequest,
+        num_left: int,
+        room: Room,
+        drafts: tuple[int, ...] = (),
+        is_new: bool = False,
     ) -> None:
         """The step computes its next tokens, if there is room and its KV is there. `is_new`: it was just
         admitted, and takes room even for one token."""
-        life, num_left = running.life, running.num_left
-        if num_left == 0 or life.state is not State.RUNNING:
-            return
-        if not self._next.reads_host and life.placement.reads_host(running):
-            return
+        placement, step, num_tokens = running.life.placement, self._next, 1
         takes_room = num_left > 1 or is_new  # decodes take no room from prompts
-        num_tokens = room.size(running.num_planned, num_left) if takes_room else 1
-        if num_tokens:
-            num_tokens = life.placement.num_fitting(running, num_tokens, self._next, self._steps.last_fence)
-        if num_tokens == 0:
+        if takes_room:
+            num_tokens = room.size(running.num_planned, num_left)
+        if num_tokens and placement.fixed_blocks is not None:
+            num_tokens = placement.num_fitting(running, num_tokens, step, self._steps.last_fence)
+        if num_tokens <= 0:
             return  # it takes part in a later step
         if not self._draw(running, num_tokens + len(drafts)):
             if is_new:
                 raise InvariantBroken(
-                    f"request {life.request.id} was admitted without room for its first step"
+                    f"request {running.request.id} was admitted without room for its first step"
                 )
             return
         if takes_room:
             room.spend(running.num_planned, num_tokens, num_left)
-        num_ahead = self._next.num_ahead
+        num_ahead = step.num_ahead
         if num_ahead:
             num_ahead = self._drafts.draw_room(running, num_tokens + len(drafts), num_ahead)
-        self._next.add(running, num_tokens, drafts, num_ahead)
+        step.add(running, num_tokens, drafts, num_ahead)
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
         """The step planned last is on the compute lane; `fence` follows it and every step before. If its
@@ -237,7 +241,7 @@ class Scheduler:
             if running.load.settled:  # no room on the way: no later event would report its end
                 self._end_load(running, running.load)
         if waiting.life.state is State.RUNNING:
-            self._compute(running, room, is_new=True)
+            self._compute(running, running.num_left, room, is_new=True)
         return True
 
     def _take_in_loads(self) -> None:
@@ -261,7 +265,7 @@ class Scheduler:
 
     def _end_load(self, running: RunningRequest, load: Load) -> None:
         if load.error() is not None:
-            running.compute_rest(load.num_landed, self._ledger.block_tokens)
+            running.compute_rest(load.num_landed, self._block_tokens)
         running.load = None
         if running.life.state is State.LOADING:
             self._set_off(running)
@@ -277,7 +281,7 @@ class Scheduler:
     def _draw(self, running: RunningRequest, num_tokens: int) -> bool:
         """Extend its table for `num_tokens` more. If that exceeds its promise and no room is left, or if
         promises exceed memory, another request or itself is retracted. False: not now."""
-        size = self._ledger.block_tokens
+        size = self._block_tokens
         num_lacking = running.num_planned + num_tokens - running.table.num_slots * size
         if num_lacking <= 0:
             return True
@@ -340,28 +344,30 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- commit
 
-    def commit(self, result: StepResult) -> Outcome:
+    def commit(self, result: StepResult) -> Committed:
         """Take in a step's result, oldest step first."""
         step = self._steps.take(result.number)
         if result.error is not None and result.error.lacked_kv:
             self._undo(step)
-            return Outcome((), self._take_news())
-        open_lives = [life for life in step.shares if life.state is not State.ENDED]
+            return Committed((), self._take_news())
         if result.error is not None:
-            events = [self._end(life, self._events.of_failure(life, result.error)) for life in open_lives]
-            return Outcome(events, self._take_news())
+            lives = [life for life in step.shares if life.state is not State.ENDED]
+            failed = [self._end(life, self._events.of_failure(life, result.error)) for life in lives]
+            return Committed(failed, self._take_news())
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         part_scores = {one.request_id: one for one in result.part_scores}
-        found: list[TokenEvent] = []
+        events: list[TokenEvent] = []
         self._sealing.begin(step)
-        for life in open_lives:
-            share, request_id = step.shares[life], life.request.id
+        for life, share in step.shares.items():
+            if life.state is State.ENDED:
+                continue
+            request_id = life.request.id
             if request_id in part_scores and share.running.is_current:
                 life.placement.take_scores(part_scores[request_id])
             event = self._commit_share(share, step.fence, sampled.get(request_id), scored.get(request_id))
             if event is not None:
-                found.append(event)
-        return Outcome(found, self._take_news())
+                events.append(event)
+        return Committed(events, self._take_news())
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so this step and later ones of its requests computed
@@ -379,7 +385,8 @@ class Scheduler:
     def _commit_share(
         self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: TokenScores | None
     ) -> TokenEvent | None:
-        running, life = share.running, share.running.life
+        running = share.running
+        life = running.life
         life.ran = True
         if life.prompt_logprobs is not None and scores is not None:
             # They hold across retractions, and a resumed request computes some of them again: keep only new
@@ -388,13 +395,12 @@ class Scheduler:
             life.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
         if share.num_logits > 1:
             return self._commit_drafts(share, fence, sampled)
-        size = self._ledger.block_tokens
-        if running.is_current:
-            running.num_committed = share.end
-            if share.end - share.start > 1:
-                running.num_sealed = share.end
-                running.table.seal(life.tokens, share.end, fence)
-            elif share.end // size > running.num_sealed // size:
+        if life.running is running:
+            end = running.num_committed = share.end
+            if end - share.start > 1:
+                running.num_sealed = end
+                running.table.seal(life.tokens, end, fence)
+            elif end // self._block_tokens > running.num_sealed // self._block_tokens:
                 self._sealing.filled(running, fence)
         if not share.num_logits:
             done = life.request.sampling.max_tokens == 0 and share.end >= life.num_prompt

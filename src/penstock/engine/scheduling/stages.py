@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,16 +243,11 @@ class RunningRequest:
         self._begin()
 
 
-class Placed(NamedTuple):
-    """Where the context of one chunk is; the fields of `Chunk`."""
-
-    slots: NDArray[np.int32]
-    paged: NDArray[np.int32] | None = None
-    num_left_out: int = 0
-    scoring: Scoring | None = None
+# Where the context of one chunk is: `slots`, `paged`, `num_left_out` and `scoring` of `Chunk`.
+Placed = tuple[NDArray[np.int32], NDArray[np.int32] | None, int, Scoring | None]
 
 
-class StepLimits(Protocol):
+class StepRules(Protocol):
     """What the chunks of one step may do."""
 
     reads_host: bool  # read KV in host memory
@@ -306,14 +301,15 @@ class Placement(Protocol):
         """Promised blocks that its table does not have yet."""
 
     def num_fitting(
-        self, running: RunningRequest, num_tokens: int, step: StepLimits, fence: Fence | None
+        self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None
     ) -> int:
-        """How many of its next `num_tokens` the step can compute. `fence` follows all launched steps."""
+        """How many of its next `num_tokens` the step can compute. `fence` follows all launched steps. Asked
+        only with `fixed_blocks`."""
 
     def reads_host(self, running: RunningRequest) -> bool:
         """True if its next tokens read KV in host memory."""
 
-    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepLimits) -> Placed:
+    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepRules) -> Placed:
         """Where tokens `start` to `end` and `room` more are, and the context of these tokens."""
 
     def take_scores(self, given: PartScores) -> None: ...

@@ -52,50 +52,47 @@ class NextStep:
     ) -> None:
         """Compute its next `num_tokens` and verify `drafts` after them. Slots exist for all of these, and for
         `room` tokens that are drafted after the step."""
-        life, request = running.life, running.request
-        start, num_known, num_drafts = running.num_planned, len(life.tokens), len(drafts)
-        end, sampling = start + num_tokens, request.sampling
-        tokens = tuple(life.tokens[start:end])
+        life = running.life
+        request, known, table = life.request, life.tokens, running.table
+        start, num_drafts, sampling = running.num_planned, len(drafts), request.sampling
+        end = start + num_tokens
+        tokens = tuple(known[start:end])
         if len(tokens) < num_tokens:
             tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
-        num_logits = 1 + num_drafts if end == life.num_expected and sampling.max_tokens > 0 else 0
+        samples = end == len(known) + life.num_in_flight and sampling.max_tokens > 0
+        num_logits = 1 + num_drafts if samples else 0
         tokens, end = tokens + drafts, end + num_drafts
         num_unsure, running.num_drafted = running.num_drafted, num_drafts
         running.num_pending = self.num_ahead if num_logits else 0
-        next_token = life.tokens[end] if end < num_known else 0
+        next_token = known[end] if end < len(known) else 0
         running.num_planned = end
         life.num_in_flight += num_logits
-        self._wait_for(running)
-        echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
-        placed = life.placement.place(running, start, end, room, self)
-        self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
-        chunk = Chunk(
-            request_id=request.id,
-            row=running.row,
-            start=start,
-            tokens=tokens,
-            slots=placed.slots,
-            writes=start >= running.num_cached,
-            num_logits=num_logits,
-            adapter=request.adapter,
-            echo=echo,
-            paged=placed.paged,
-            num_unsure=num_unsure,
-            next_token=next_token,
-            num_left_out=placed.num_left_out,
-            scoring=placed.scoring,
-            room=room,
-        )
-        (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
-
-    def _wait_for(self, running: RunningRequest) -> None:
-        """Its load, and the earlier users of slots that it has drawn."""
         if running.load is not None:
             if not running.load.settled:
-                self.loads[running.request.id] = running.load
+                self.loads[request.id] = running.load
             running.load = None
-        for fence in running.table.take_after():
+        for fence in table.take_after():
             self.after[FenceId(fence.lane, fence.number)] = fence
+        echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
+        slots, paged, num_left_out, scoring = life.placement.place(running, start, end, room, self)
+        self.scores |= scoring is not None and scoring.num_parts > 0
+        writes = start >= running.num_cached
+        chunk = Chunk(
+            *(
+                request.id,
+                running.row,
+                start,
+                tokens,
+                slots,
+                writes,
+                num_logits,
+                request.adapter,
+                echo,
+                paged,
+            ),
+            *(num_unsure, next_token, num_left_out, scoring, room),
+        )
+        (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
 
     def chunks(self) -> tuple[Chunk, ...]:
         """In step order: single tokens first, and of these the sampled ones first, so that a chunk and its

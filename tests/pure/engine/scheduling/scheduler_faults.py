@@ -19,7 +19,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.budget import Budget, Room
 from penstock.engine.scheduling.running import Running
-from penstock.engine.scheduling.scheduler import Outcome, Planned, Scheduler
+from penstock.engine.scheduling.scheduler import Committed, Planned, Scheduler
 from penstock.engine.scheduling.stages import RunningRequest, State, WaitingRequest
 from penstock.engine.scheduling.steps import Share
 
@@ -114,7 +114,7 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
     def launched(self, fence: object, is_whole: bool = True) -> None:
         self._newest = fence
 
-    def commit(self, result: StepResult) -> Outcome:
+    def commit(self, result: StepResult) -> Committed:
         self._steps.last_fence = getattr(self, "_newest", None)
         return super().commit(result)
 

@@ -8,6 +8,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling import running as running_module
+from penstock.engine.scheduling.budget import Room
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import STEMS
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -154,7 +157,7 @@ def test_slots_for_a_prompt_are_drawn_when_room_has_been_made_for_it() -> None:
     """What could be forgotten for it at admission may be somebody's only copy before its last chunk is
     computed."""
     world = full(num_host=24)
-    world.scheduler._budget = dataclasses.replace(world.budget, prefill_chunk=4)
+    world.scheduler._room = partial(Room, dataclasses.replace(world.budget, prefill_chunk=4), BLOCK, None)
     lost = lost_copies(world)
     large = world.submit(D, 16, ignore_eos=True)
     planned(world)
