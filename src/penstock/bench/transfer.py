@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.bench.report import Column, Results, draw_bars, figure
+from penstock.bench.report import Column, Results, draw_points, figure
 from penstock.bench.transfer_ways import (
     DIRECTIONS,
     RawFile,
@@ -120,17 +120,15 @@ class TransferBench:
                     )
 
     def draw(self, axes: Any, rows: list[Row]) -> None:
-        groups = list(dict.fromkeys((row["direction"], row["blocks"]) for row in rows))
-        bars: dict[str, list[float | None]] = {}
-        for row in rows:
-            title = row["way"] + (f" by {row['layers']} layers" if row["layers"] else "")
-            bar = bars.setdefault(title, [None] * len(groups))
-            bar[groups.index((row["direction"], row["blocks"]))] = row["gb_s"]
-        draw_bars(axes, [f"{direction}\n{blocks} blocks" for direction, blocks in groups], bars, size=6)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_ylabel("GB/s")
-        axes.set_ylim(top=1.25 * max(row["gb_s"] for row in rows))
-        axes.legend(fontsize=8, ncols=min(len(bars), 4), loc="upper center")
+        points = [
+            (
+                row["way"] + (f" by {row['layers']} layers" if row["layers"] else ""),
+                f"{row['direction']}\n{row['blocks']} blocks",
+                row["gb_s"],
+            )
+            for row in rows
+        ]
+        draw_points(axes, points, "", "GB/s", size=6)
 
 
 def _refusal(blocks: int, shape: TransferShape, offload: OffloadConfig) -> str | None:

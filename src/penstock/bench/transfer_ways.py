@@ -147,8 +147,8 @@ class TransferRig:
         random = np.random.default_rng(seed)
         self._slots = [random.permutation(room).reshape(2, -1) for _ in ("device", "host")]
         tokens = random.integers(0, 1 << 16, num_blocks * layout.block_tokens)
-        self.prefix: Any = self.cache.prefix_of(tokens, "", None)
-        self.keys: Sequence[bytes] = self.prefix.keys
+        prefix: Any = self.cache.prefix_of(tokens, "", None)
+        self.prefix, self.keys = prefix, prefix.keys
         self.device.tensor.view(torch.int16).random_(
             -(1 << 15), 1 << 15, generator=torch.Generator(device).manual_seed(seed)
         )

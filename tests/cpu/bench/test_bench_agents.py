@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, percentiles
-from penstock.bench.agents_replay import Agenda, EngineReplay, Record, ServerAddress, UrlReplay, source_of
+from penstock.bench.agents_replay import Record, Replay, ServerAddress, UrlReplay, source_of
 from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
 from penstock.config import (
@@ -74,54 +74,48 @@ def roomy():
 # -------------------------------------------------------------------------------------------- order and reuse
 
 
-def try_next(agenda: Agenda) -> tuple[int, int] | None:
-    """As `wait_next`, without waiting; None: nothing is due."""
-    while not agenda._answered.empty():
-        agenda._schedule(agenda._answered.get())
-    return agenda._take() if agenda._due and agenda._due[0][0] <= agenda._clock() else None
-
-
-def run_by_hand(replay: EngineReplay) -> None:
-    """This thread both submits and steps."""
-    while replay._num_open:
-        while (due := try_next(replay._agenda)) is not None:
-            replay._submit(*due)
-        replay.step()
-        if replay._error is not None:
-            raise replay._error
-
-
-class OpenReplay(EngineReplay):
-    """Agents that allow answers up to the end of the context. Each ends as recorded, as by a stop string."""
-
-    def _submit(self, user: int, number: int) -> None:
-        ask = self._users[user].asks[number]
-        record = Record(self._users[user].conversation, number + 1, ask, self.now_s())
-        self.records.append(record)
-        listen, own_id = self._listener(user, record), f"{user} {number}"
-
-        def hear(event: TokenEvent) -> None:
-            is_over = event.finish is FinishReason.CANCELLED
-            listen(event._replace(finish=FinishReason.LENGTH) if is_over else event)
-            if event.finish is None and record.generated >= ask.max_tokens:
-                self._engine.cancel(own_id)
-
-        room = self._engine.max_model_len - len(ask.prompt)
-        sampling = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True, stop=("never",))
-        self._engine.submit(ask.prompt, sampling, hear, cache_salt=self._salt, request_id=own_id)
-
-
 @cache
-def replayed(
-    host_blocks: int, scheduling: SchedulingName = "cost", replays: type[EngineReplay] = EngineReplay
-) -> list[Record]:
-    """From one thread alone, so that who is asked when depends on nothing but steps."""
+def replayed(host_blocks: int, scheduling: SchedulingName = "cost", generous: bool = False) -> list[Record]:
+    """From one thread alone, so that who is asked when depends on nothing but steps. `generous`: agents allow
+    answers up to the end of the context, and each ends as recorded, as by a stop string."""
     engine = build(config_of(host_blocks, scheduling))
-    chosen = select(read_conversations(EXCERPT), ASKING.users, ASKING.context, ASKING.requests)
-    replay = replays(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
-    run_by_hand(replay)
+    due = [(user, 0) for user in users_of(engine.tokenizer.vocab_size)]
+    records: list[Record] = []
+
+    def submit(user: User, number: int) -> None:
+        ask, own_id = user.asks[number], f"{user.conversation} {number}"
+        records.append(record := Record(user.conversation, number + 1, ask, time.perf_counter()))
+
+        def listen(event: TokenEvent) -> None:
+            if event.tokens:
+                record.came(time.perf_counter(), len(event.tokens))
+            if event.source is not None:
+                record.source, record.waited_s = dataclasses.asdict(event.source), event.waited_s
+            if event.finish is not None:
+                assert event.finish is (FinishReason.CANCELLED if generous else FinishReason.LENGTH)
+                record.end_s = time.perf_counter()
+                due.extend([(user, number + 1)] if number + 1 < len(user.asks) else [])
+            elif generous and record.generated >= ask.max_tokens:
+                engine.cancel(own_id)
+
+        most = engine.max_model_len - len(ask.prompt) if generous else ask.max_tokens
+        stop = ("never",) if generous else ()
+        sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, stop=stop)
+        engine.submit(ask.prompt, sampling, listen, cache_salt="salt", request_id=own_id)
+
+    while due or not all(record.done for record in records):
+        while due:
+            submit(*due.pop(0))
+        if not engine.step():
+            engine.wait_work(0.01)
     engine.close(timeout_s=20.0)
-    return replay.records
+    return records
+
+
+def users_of(vocab: int, **changes) -> list[User]:
+    asking = dataclasses.replace(ASKING, **changes)
+    chosen = select(read_conversations(EXCERPT), asking.users, asking.context, asking.requests)
+    return asking.users_of(chosen, vocab)
 
 
 @pytest.mark.parametrize("host_blocks", [ROOMY, TIGHT])
@@ -171,7 +165,7 @@ def test_with_too_little_room_nearly_all_is_still_reused_because_of_who_runs_nex
 
 def test_agents_that_allow_far_more_than_they_write_reuse_all_as_well():
     """With room in host memory: with less, what is kept depends on when copies end."""
-    reused, possible = shares(replayed(ROOMY, replays=OpenReplay))
+    reused, possible = shares(replayed(ROOMY, generous=True))
     assert reused > 0.99 * possible
 
 
@@ -183,35 +177,22 @@ def test_a_measurement_reports_first_and_later_turns_apart_and_both_together(roo
     assert results.skipped == []
     first, later, whole = results.rows
     assert [row["turns"] for row in results.rows] == [FIRST, LATER, ALL]
-    assert (first["done"], later["done"], whole["done"], whole["requests"]) == (
-        USERS,
-        NUM_REQUESTS - USERS,
-        NUM_REQUESTS,
-        NUM_REQUESTS,
-    )
-    assert (
-        first["reused"] == 0.0
-        and first["of_reusable"] is None
-        and whole["of_reusable"] == later["of_reusable"] == 1.0
-    )
-    assert (
-        whole["prompt_tokens"]
-        == first["prompt_tokens"] + later["prompt_tokens"]
-        == sum(whole["source"].values())
-    )
-    assert whole["reused"] == pytest.approx(1 - whole["source"]["computed"] / whole["prompt_tokens"])
+    assert [row["done"] for row in results.rows] == [USERS, NUM_REQUESTS - USERS, NUM_REQUESTS]
+    assert [row["requests"] for row in results.rows] == [USERS, NUM_REQUESTS - USERS, NUM_REQUESTS]
+    assert first["reused"] == 0.0 and first["of_reusable"] is None
+    assert whole["of_reusable"] == later["of_reusable"] == 1.0
+    prompts = whole["prompt_tokens"]
+    assert prompts == first["prompt_tokens"] + later["prompt_tokens"] == sum(whole["source"].values())
+    assert whole["reused"] == pytest.approx(1 - whole["source"]["computed"] / prompts)
     assert whole["output_tokens"] == sum(record["output_tokens"] for record in whole["records"])
     assert whole["overtaken_s"] == max(first["overtaken_s"], later["overtaken_s"])
-    assert len(whole["records"]) == NUM_REQUESTS
+    assert whole["engine"]["steps"] > 0 and len(whole["records"]) == NUM_REQUESTS
     for record in whole["records"]:
-        assert (
-            record["submit_s"] <= record["start_s"]
-            and record["first_s"] <= record["end_s"] <= whole["seconds"]
-        )
+        assert record["submit_s"] <= record["start_s"]
+        assert record["first_s"] <= record["end_s"] <= whole["seconds"]
         assert sum(record["source"].values()) == record["prompt_tokens"]
-    assert sum(record["reusable_tokens"] for record in whole["records"]) == round(
-        whole["reusable"] * whole["prompt_tokens"]
-    )
+    possible = sum(record["reusable_tokens"] for record in whole["records"])
+    assert possible == round(whole["reusable"] * prompts)
 
 
 def record_of(submit_s: float, first_s: float | None) -> Record:
@@ -265,45 +246,30 @@ def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
 
 
 def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
-    engine, config = roomy
     failure, result = StepFailure.of(RuntimeError("the device is gone")), RunningStep.wait_result
     monkeypatch.setattr(
         RunningStep, "wait_result", lambda step: dataclasses.replace(result(step), error=failure)
     )
     with pytest.raises(StepFailed, match="the device is gone"):
-        bench().measure(engine, config, silent)
-    chosen = select(read_conversations(EXCERPT), 1, ASKING.context, 1)
-    replay = EngineReplay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "by hand")
-    with pytest.raises(StepFailed, match="the device is gone"):  # and not a wait for ever
-        run_by_hand(replay)
+        bench().measure(*roomy, silent)
 
 
-# ----------------------------------------------------------------------------------------------------- agenda
+class Instant(Replay):
+    """Answers at once. Notes what was asked, and how long after the user's last answer."""
+
+    def ask(self, record: Record) -> None:
+        record.end_s = self.now_s()
 
 
-def test_the_next_request_is_due_after_the_answer_and_its_pause():
-    now = [0.0]
+def test_the_next_request_is_sent_after_the_answer_and_its_pause():
+    def user(name, *pauses):
+        return User(name, tuple(Question(np.zeros(1, np.int32), 1, pause) for pause in pauses))
 
-    def user(*pauses):
-        return User("a", tuple(Question(np.zeros(1, np.int32), 1, pause) for pause in pauses))
-
-    agenda = Agenda([user(0.0, 5.0), user(0.0, 1.0, 0.0)], lambda: now[0])
-    assert [try_next(agenda), try_next(agenda), try_next(agenda)] == [(0, 0), (1, 0), None]
-    agenda.answered(0, 0.0)
-    agenda.answered(1, 2.0)
-    now[0] = 2.9
-    assert try_next(agenda) is None
-    now[0] = 5.5
-    assert [try_next(agenda), try_next(agenda), try_next(agenda)] == [(1, 1), (0, 1), None]
-    agenda.answered(0, 6.0)
-    agenda.answered(1, 5.0)
-    assert [agenda.wait_next(), agenda.wait_next()] == [(1, 2), None], "nobody has anything left to ask"
-
-
-def test_an_agenda_that_has_ended_lets_nobody_ask():
-    agenda = Agenda([User("a", (Question(np.zeros(1, np.int32), 1, 0.0),))], lambda: 0.0)
-    agenda.end()
-    assert agenda.wait_next() is None
+    replay = Instant([user("a", 0.0, 0.4), user("b", 0.0, 0.1, 0.0)])
+    assert replay.run(None, silent) >= 0.4
+    seen = [(record.conversation, record.number) for record in replay.records]
+    assert sorted(seen[:2]) == [("a", 1), ("b", 1)] and seen[2:] == [("b", 2), ("b", 3), ("a", 2)]
+    assert Instant([user("a", 0.0, 60.0)]).run(0.1, silent) < 30.0, "a pause outlives the limit"
 
 
 # --------------------------------------------------------------------------------------------------- a server
@@ -445,14 +411,8 @@ def test_nobody_there_is_reported_as_such():
 
 def test_a_limit_ends_the_wait_for_a_server(foreign):
     gate = threading.Event()
-
-    def late(body):
-        gate.wait(30.0)
-        return stream_of(body)
-
-    foreign.stream = late
-    users = ASKING.users_of(select(read_conversations(EXCERPT), 2, 65536, 3), 512)
-    replay = UrlReplay(users, ServerAddress(foreign.url, "m"))
+    foreign.stream = lambda body: gate.wait(30.0) and stream_of(body)
+    replay = UrlReplay(users_of(512, users=2, requests=3), ServerAddress(foreign.url, "m"))
     assert replay.run(0.0, silent) >= 0.0
     assert not any(record.done for record in replay.records)
     gate.set()
@@ -463,28 +423,14 @@ def test_usage_is_read_as_far_as_it_goes():
     assert source_of({"prompt_tokens_details": None}, 9) is None
     assert source_of({"prompt_tokens_details": {"audio_tokens": 1}}, 9) is None
     assert source_of({"prompt_tokens_details": {"cached_tokens": 4}}, 9) == {"cached": 4, "computed": 5}
-    assert source_of(
-        {"prompt_tokens_details": {"cached_tokens": 4, "kv_source": {"host": 4, "computed": 5}}}, 9
-    ) == {
-        "host": 4,
-        "computed": 5,
-    }
+    by_tier = {"host": 4, "computed": 5}
+    assert source_of({"prompt_tokens_details": {"cached_tokens": 4, "kv_source": by_tier}}, 9) == by_tier
 
 
 # ---------------------------------------------------------------------------------------------------- command
 
 
-TINY = (
-    "--model",
-    "tiny-llama",
-    "--load-format",
-    "dummy",
-    "--device",
-    "cpu",
-    "--device-kv-blocks",
-    "400",
-    "--no-kv-offload",
-)
+TINY = f"--model tiny-llama --load-format dummy --device cpu --device-kv-blocks {400} --no-kv-offload".split()
 
 
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
@@ -503,21 +449,8 @@ def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys
 
 def test_the_command_asks_a_server(foreign, tmp_path, capsys):
     file = tmp_path / "agents.json"
-    argv = [
-        "bench",
-        "agents",
-        str(EXCERPT),
-        "--users",
-        "1",
-        "--requests",
-        "3",
-        "--url",
-        foreign.url,
-        "--model",
-        "m",
-        "--json",
-        str(file),
-    ]
+    sizes = f"--users 1 --requests 3 --model m --url {foreign.url} --json {file}".split()
+    argv = ["bench", "agents", str(EXCERPT), *sizes]
     assert main([*argv, "--vocab", "7", "--plot", str(tmp_path / "agents.svg")]) == 0
     assert f"m at {foreign.url}" in capsys.readouterr().out
     report = json.loads(file.read_text())

@@ -98,7 +98,7 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
         lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")],
     )
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
-    monkeypatch.setattr(Disturber, "_reset", lambda self: self._engine.reset_cache(("device",)))
+    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.reset_cache(("device",)))
     assert any(
         "the sanitizer reports" in violation for violation in run(threads=1, seen=_reported).violations
     )
