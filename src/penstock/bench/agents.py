@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.agents_replay import EngineReplay, Record, Replay, ServerAddress, UrlReplay
+from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, UrlReplay, UserReplay
 from penstock.bench.report import Column, Results, Row, figure
 from penstock.bench.run import Driver
 from penstock.bench.trace_files import Asking, RecordedConversation, User, reusable
@@ -93,7 +93,7 @@ class AgentsBench:
         return self.settings.users_of(self._conversations, vocab)
 
     def _replayed(
-        self, users: Sequence[User], replay: Replay, block_tokens: int, progress: Progress
+        self, users: Sequence[User], replay: UserReplay, block_tokens: int, progress: Progress
     ) -> Results:
         seconds = replay.run(self.settings.limit_s, progress)
         records = replay.records

@@ -59,7 +59,7 @@ class Record:
         self.token_s.append((now_s, num_tokens))
 
 
-class Replay:
+class UserReplay:
     """One run of all users. A user whose request fails asks no more."""
 
     def __init__(self, users: Sequence[User]) -> None:
@@ -129,7 +129,7 @@ class Replay:
             self._num_asking -= 1
 
 
-class EngineReplay(Replay):
+class EngineReplay(UserReplay):
     """Asks an engine, and steps it."""
 
     def __init__(self, users: Sequence[User], engine: Engine, salt: str) -> None:
@@ -204,7 +204,7 @@ class ServerRefused(Exception):
     """The server's answer is an error, or no answer."""
 
 
-class UrlReplay(Replay):
+class UrlReplay(UserReplay):
     """Asks a server."""
 
     def __init__(self, users: Sequence[User], server: ServerAddress) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, percentiles
-from penstock.bench.agents_replay import Record, Replay, ServerAddress, UrlReplay, source_of
+from penstock.bench.agents_replay import Record, ServerAddress, UrlReplay, UserReplay, source_of
 from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
 from penstock.config import (
@@ -254,7 +254,7 @@ def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
         bench().measure(*roomy, silent)
 
 
-class Instant(Replay):
+class Instant(UserReplay):
     """Answers at once. Notes what was asked, and how long after the user's last answer."""
 
     def ask(self, record: Record) -> None:
