@@ -14,9 +14,7 @@ from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, Ur
 from penstock.bench.report import Column, Results, Row, figure
 from penstock.bench.run import Driver
 from penstock.bench.trace_files import Asking, RecordedConversation, User, reusable
-from penstock.config import Config
 from penstock.contract import KvSource
-from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
 from penstock.models.progress import Progress
 
@@ -63,18 +61,16 @@ class AgentsBench:
         self.settings = asking
         self._conversations = conversations
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        if (longest := self.settings.longest(self._conversations)) > engine.max_model_len:
+    def measure(self, driver: Driver) -> Results:
+        engine, longest = driver.engine, self.settings.longest(self._conversations)
+        if longest > engine.max_model_len:
             raise ConfigError(
                 f"the longest request has {longest} tokens, but the context holds {engine.max_model_len}; "
                 "lower --context"
             )
-        driver = Driver(engine)
-        driver.wait_ready(progress)
-        users = self._users(engine.tokenizer.vocab_size, progress)
-        results = self._replayed(
-            users, EngineReplay(users, engine, driver.salt), config.kv.block_tokens, progress
-        )
+        users = self._users(engine.tokenizer.vocab_size, driver.progress)
+        replay = EngineReplay(users, engine, driver.salt)
+        results = self._replayed(users, replay, driver.config.kv.block_tokens, driver.progress)
         stats = engine.stats()
         for row in results.rows[-1:]:
             row["engine"] |= {

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.report import Column, Results, Row, draw_points, figure
-from penstock.bench.run import WARM_UP, Driver, Skipped, Stepped, blocks_for, measure_each, runs, shortages
-from penstock.config import GIB, Config
-from penstock.engine.engine import Engine
+from penstock.bench.run import WARM_UP, Driver, Skipped, Stepped, measure_each, runs
+from penstock.config import GIB
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.models.progress import Progress
 
 STEADY = 8  # turns before anything is restored
 MOST_TOKENS = 16384  # of one returning prompt: several make up the bytes
@@ -44,21 +42,18 @@ class DecodeBench:
         figure("steps", "num_steps"),
     )
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        return measure_each(
-            self.batches, "batch {}", lambda batch: self._row(Driver(engine), batch, config, progress)
-        )
+    def measure(self, driver: Driver) -> Results:
+        return measure_each(self.batches, "batch {}", lambda batch: self._row(driver, batch))
 
-    def _row(self, driver: Driver, batch: int, config: Config, progress: Progress) -> Row:
-        engine, length = driver.engine, self.prompt_tokens + self.tokens
-        if length > engine.max_model_len:
-            raise Skipped(f"{length} tokens per request exceed the context of {engine.max_model_len}")
-        if batch > config.engine.max_batch:
-            raise Skipped(f"only {config.engine.max_batch} requests run at once; raise --max-batch")
-        for refusal in shortages({"device": batch * blocks_for(length, config)}, engine, config):
-            raise Skipped(refusal)
+    def _row(self, driver: Driver, batch: int) -> Row:
+        length, longest = self.prompt_tokens + self.tokens, driver.engine.max_model_len
+        if length > longest:
+            raise Skipped(f"{length} tokens per request exceed the context of {longest}")
+        if batch > (most := driver.config.engine.max_batch):
+            raise Skipped(f"only {most} requests run at once; raise --max-batch")
+        driver.require_room({"device": batch * driver.blocks(length)})
         taken = []
-        for run in runs(f"decode, batch {batch}", self.repeat, progress):
+        for run in runs(f"decode, batch {batch}", self.repeat, driver.progress):
             for prompt in driver.prompts(batch, self.prompt_tokens, self.seed, batch, run):
                 driver.submit(prompt, self.tokens)
             times_ms = 1000 * np.array(steady_times(driver.run_all(), batch))
@@ -131,10 +126,9 @@ class RestoreBench:
         figure("blocks promoted", "promoted_blocks"),
     )
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        driver = Driver(engine)
-        driver.wait_ready(progress)
-        block_tokens, block_bytes = config.kv.block_tokens, engine.cache.saves.layout.block_bytes
+    def measure(self, driver: Driver) -> Results:
+        engine, block_tokens = driver.engine, driver.config.kv.block_tokens
+        block_bytes = engine.cache.saves.layout.block_bytes
         num_tokens = int(self.gib * GIB / block_bytes) * block_tokens
         if not num_tokens:
             raise ConfigError(f"--gib {self.gib:g} is less than one KV block of {block_bytes} bytes")
@@ -143,21 +137,23 @@ class RestoreBench:
             driver.prompts(1, min(most, num_tokens - first), self.seed, 1, first // most)[0]
             for first in range(0, num_tokens, most)
         ]
-        needed = sum(blocks_for(len(prompt) + 1, config) for prompt in returning)
-        beside = max(self.batches) * blocks_for(PROMPT_TOKENS + self.tokens, config)
-        for refusal in shortages({"device": needed + beside, "host": needed}, engine, config):
-            what = f"{self.gib:g} GiB and {max(self.batches)} requests beside them"
-            return Results([], [f"{what}: {refusal}"])
-        return Results([self._row(driver, batch, returning, progress) for batch in self.batches], [])
+        needed = sum(driver.blocks(len(prompt) + 1) for prompt in returning)
+        largest = max(self.batches)
+        beside = largest * driver.blocks(PROMPT_TOKENS + self.tokens)
+        try:
+            driver.require_room({"device": needed + beside, "host": needed})
+        except Skipped as why:
+            return Results([], [f"{self.gib:g} GiB and {largest} requests beside them: {why}"])
+        return Results([self._row(driver, batch, returning) for batch in self.batches], [])
 
-    def _row(self, driver: Driver, batch: int, returning: list[list[int]], progress: Progress) -> Row:
+    def _row(self, driver: Driver, batch: int, returning: list[list[int]]) -> Row:
         driver.reset_cache()
         for prompt in returning:
             driver.submit(prompt, 1)
         driver.run_all()
         times: dict[str, list[float]] = {case: [] for case in CASES}
         promoted = 0
-        for run in runs(f"restore, batch {batch}", self.repeat, progress):
+        for run in runs(f"restore, batch {batch}", self.repeat, driver.progress):
             for case, taken in times.items():
                 driver.flush()
                 driver.reset_cache("device")

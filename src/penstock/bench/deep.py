@@ -13,11 +13,9 @@ import torch
 
 from penstock.bench.report import Column, Results, Row, draw_points, figure
 from penstock.bench.run import Driver, Reader
-from penstock.config import Config, ResidencyName
+from penstock.config import ResidencyName
 from penstock.engine.build import device_for
-from penstock.engine.engine import Engine
 from penstock.lanes.cuda import make_lane
-from penstock.models.progress import Progress
 
 NEXT_TOKENS = 64  # that each later turn brings
 LINK_BYTES = 1 << 30
@@ -51,23 +49,21 @@ class DeepBench:
         """Of a conversation whose first prompt has `length` tokens."""
         return length + 3 * (self.tokens + NEXT_TOKENS) + 2
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
+    def measure(self, driver: Driver) -> Results:
         results = Results([], [])
-        driver = Driver(engine)
-        driver.wait_ready(progress)
-        link = _link_bytes_s(device_for(config))
+        engine, link = driver.engine, _link_bytes_s(device_for(driver.config))
         resident = engine.resident_tokens
         for done, length in enumerate(self.lengths):
-            progress(f"deep, {resident} tokens resident", done, len(self.lengths))
+            driver.progress(f"deep, {resident} tokens resident", done, len(self.lengths))
             if self.tokens_of(length) <= engine.max_model_len:
-                results.rows.extend(self._rows(driver, length, link, config.kv.residency == "scored"))
+                results.rows.extend(self._rows(driver, length, link))
             else:
                 results.skipped.append(
                     f"{length} tokens, {resident} resident: they exceed the context of {engine.max_model_len}"
                 )
         return results
 
-    def _rows(self, driver: Driver, length: int, link: float | None, may_score: bool) -> list[Row]:
+    def _rows(self, driver: Driver, length: int, link: float | None) -> list[Row]:
         driver.reset_cache()
         cache, resident = driver.engine.cache, driver.engine.resident_tokens
         sizes = length, *(NEXT_TOKENS,) * 3
@@ -87,7 +83,7 @@ class DeepBench:
             "restored": _restored(second, prompt),
             "link_gb_s": link and link / 1e9,
         }
-        if not (is_deep and may_score):
+        if not is_deep or driver.config.kv.residency != "scored":
             return [row]
         driver.flush()
         prompt += second.tokens + more[1]

@@ -28,7 +28,7 @@ from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import slot_bytes
-from penstock.models.progress import Progress
+from penstock.models.progress import Progress, silent
 
 RESET_POLL_S = 0.001
 TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
@@ -41,13 +41,15 @@ SHARED = "remote"
 WARM_UP = 0  # number of the run that is not measured
 SSD_FILES = 300  # more than the disk tier divides itself into; each has a sector of its own
 
+CONFIG = Config()
+
 T = TypeVar("T")
 
 
 class Bench(Shown, Protocol):
     """One kind of measurement that needs an engine."""
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results: ...
+    def measure(self, driver: Driver) -> Results: ...
 
 
 # ------------------------------------------------------------------------------------------ driving an engine
@@ -88,11 +90,13 @@ class Stepped(NamedTuple):
 
 
 class Driver:
-    """Steps an engine that no other thread steps. Its requests have a salt of their own, so that nothing of
-    an earlier run is found."""
+    """Steps an engine that no other thread steps, and knows its `config`. Its requests have a salt of their
+    own, so that nothing of an earlier run is found."""
 
-    def __init__(self, engine: Engine, salt: str | None = None) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Engine, config: Config = CONFIG, progress: Progress = silent, salt: str | None = None
+    ) -> None:
+        self.engine, self.config, self.progress = engine, config, progress
         self.salt = secrets.token_hex(8) if salt is None else salt
         # what its requests got in the current turn; counted here, so that a turn's own cost is not measured
         self.num_tokens = 0
@@ -151,7 +155,7 @@ class Driver:
             self.engine.step()
             self.engine.wait_work(RESET_POLL_S)
 
-    def wait_ready(self, progress: Progress) -> None:
+    def wait_ready(self) -> None:
         """Block until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the
         first requests. Raises ConfigError if some of it cannot be pinned: the measurement would not be the
         requested one."""
@@ -166,9 +170,48 @@ class Driver:
                     f"{num_unready} of {host.num_slots} blocks of host memory cannot be pinned: ask for "
                     "less of it"
                 )
-            progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
+            self.progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
             self.engine.step()
             time.sleep(READY_POLL_S)
+
+    def blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.kv.block_tokens)
+
+    def require_room(self, needs: dict[str, int], *said: str) -> None:
+        """So many KV blocks must fit together into each empty tier. Raises Skipped, also with what was `said`
+        before."""
+        found = [*said, *filter(None, (self._shortage(tier, num) for tier, num in needs.items()))]
+        if found:
+            raise Skipped("; ".join(found))
+
+    def _shortage(self, tier: str, needed: int) -> str | None:
+        """What is short, and what would help. A shared store is assumed to have room."""
+        kv, folder, block_bytes = (
+            self.config.kv,
+            self.config.offload.ssd_dir,
+            self.engine.arena.layout.block_bytes,
+        )
+        num_bytes = needed * block_bytes
+        if tier == "ssd" and folder is not None:
+            num_bytes = (needed + 1) * slot_bytes(block_bytes) + SSD_FILES * SECTOR_BYTES + LOCK_BYTES
+            if num_bytes > (free := shutil.disk_usage(folder).free):
+                room = f"{free / GIB:.2f} are free"
+                return f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {room}"
+        there = sum(self.engine.stats().kv_blocks.get(tier, {}).values())
+        if tier == SHARED or needed <= there:
+            return None
+        place, flag = {
+            "device": ("on the device", "--device-kv-gib"),
+            "host": ("in host memory", "--kv-offload-host-gib"),
+            "ssd": ("on the disk", "--kv-offload-ssd-gib"),
+        }[tier]
+        would_do = f"{flag} {float(f'{1.006 * num_bytes / GIB:.3g}'):g}"  # rounded up to three digits
+        if tier == "device" and kv.device_blocks is not None:
+            would_do = f"--device-kv-blocks {needed}"
+        return (
+            f"they need {needed} KV blocks {place}, which holds {there} ({there * kv.block_tokens} tokens); "
+            f"{would_do} would do"
+        )
 
     def _ask(self, call: Callable[[], T]) -> T:
         """The engine does it between steps and its caller waits, so the caller is a thread of its own."""
@@ -211,43 +254,6 @@ def runs(stage: str, repeat: int, progress: Progress) -> Iterator[int]:
         progress(stage, run, 1 + repeat)
         yield run
     progress(stage, 1 + repeat, 1 + repeat)
-
-
-def blocks_for(num_tokens: int, config: Config) -> int:
-    return -(-num_tokens // config.kv.block_tokens)
-
-
-def shortages(needs: dict[str, int], engine: Engine, config: Config) -> list[str]:
-    """Why so many KV blocks do not fit together into each empty tier, and what would help."""
-    return [said for tier, num in needs.items() if (said := _shortage(tier, num, engine, config)) is not None]
-
-
-def _shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | None:
-    """A shared store is assumed to have room."""
-    block_bytes = engine.arena.layout.block_bytes
-    num_bytes, folder = needed * block_bytes, config.offload.ssd_dir
-    if tier == "ssd" and folder is not None:
-        num_bytes = (needed + 1) * slot_bytes(block_bytes) + SSD_FILES * SECTOR_BYTES + LOCK_BYTES
-        if num_bytes > (free := shutil.disk_usage(folder).free):
-            return (
-                f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {free / GIB:.2f} are "
-                "free"
-            )
-    there = sum(engine.stats().kv_blocks.get(tier, {}).values())
-    if tier == SHARED or needed <= there:
-        return None
-    place, flag = {
-        "device": ("on the device", "--device-kv-gib"),
-        "host": ("in host memory", "--kv-offload-host-gib"),
-        "ssd": ("on the disk", "--kv-offload-ssd-gib"),
-    }[tier]
-    would_do = f"{flag} {float(f'{1.006 * num_bytes / GIB:.3g}'):g}"  # rounded up to three digits
-    if tier == "device" and config.kv.device_blocks is not None:
-        would_do = f"--device-kv-blocks {needed}"
-    return (
-        f"they need {needed} KV blocks {place}, which holds {there} ({there * config.kv.block_tokens} "
-        f"tokens); {would_do} would do"
-    )
 
 
 def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...]) -> list[list[int]]:

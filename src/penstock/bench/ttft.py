@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from penstock.bench.report import Column, Results, Row, draw_points, figure
-from penstock.bench.run import WARM_UP, Driver, Skipped, blocks_for, measure_each, runs, shortages
+from penstock.bench.run import WARM_UP, Driver, measure_each, runs
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.build import build
@@ -80,25 +80,20 @@ class TtftBench:
         Column("blocks promoted", lambda row: f"{max(row['promoted_blocks'].values())}"),
     )
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        Driver(engine).wait_ready(progress)
-        return measure_each(
-            self.lengths, "{} tokens", lambda length: self._row(Driver(engine), length, config, progress)
-        )
+    def measure(self, driver: Driver) -> Results:
+        return measure_each(self.lengths, "{} tokens", lambda length: self._row(driver, length))
 
-    def _row(self, driver: Driver, length: int, config: Config, progress: Progress) -> Row:
-        tiers, block_tokens = driver.engine.tiers, config.kv.block_tokens
+    def _row(self, driver: Driver, length: int) -> Row:
+        tiers, block_tokens = driver.engine.tiers, driver.config.kv.block_tokens
         # Without the device's prefix cache, everything comes from colder tiers.
-        served = tiers if config.kv.prefix_cache else tiers[1:]
+        served = tiers if driver.config.kv.prefix_cache else tiers[1:]
         cases = [case for tier in served for case in (tier, tier + NEW)]
         # colder tiers have at the end those of the prompt, and of each case with new tokens one or more
         full = length // block_tokens
         new_blocks = (length + NEW_TOKENS) // block_tokens - full
-        _require_room(
-            length, driver.engine, config, dict.fromkeys(tiers[1:], full + new_blocks * len(served))
-        )
+        _require_room(driver, length, dict.fromkeys(tiers[1:], full + new_blocks * len(served)))
         samples: Samples = {}
-        for run in runs(f"ttft, {length} tokens", self.repeat, progress):
+        for run in runs(f"ttft, {length} tokens", self.repeat, driver.progress):
             (drawn,) = driver.prompts(1, length + len(cases) * NEW_TOKENS, self.seed, length, run)
             prompt, new = drawn[:length], drawn[length:]
             driver.reset_cache()
@@ -134,15 +129,11 @@ def row_of(length: int, samples: Samples) -> Row:
     }
 
 
-def _require_room(length: int, engine: Engine, config: Config, colder: dict[str, int]) -> None:
+def _require_room(driver: Driver, length: int, colder: dict[str, int]) -> None:
     """`colder`: blocks that tiers behind the device have to hold together. Raises Skipped."""
-    total = length + NEW_TOKENS + 1
-    said = shortages({"device": blocks_for(total, config), **colder}, engine, config)
-    if total > engine.max_model_len:
-        limit = engine.max_model_len
-        said.insert(0, f"with {NEW_TOKENS} new ones and one to write they exceed the context of {limit}")
-    if said:
-        raise Skipped("; ".join(said))
+    total, limit = length + NEW_TOKENS + 1, driver.engine.max_model_len
+    too_long = f"with {NEW_TOKENS} new ones and one to write they exceed the context of {limit}"
+    driver.require_room({"device": driver.blocks(total), **colder}, *([too_long] if total > limit else []))
 
 
 def reusable(length: int, asked: int, block_tokens: int) -> int:
@@ -225,7 +216,7 @@ class RestartBench:
         """What the first process does: the model's name, samples by length, blocks on disk. Requests of both
         processes have the same `salt`."""
         driver = _driver(config, salt, progress)
-        driver.wait_ready(progress)
+        driver.wait_ready()
         # The disk has to hold all that the first process writes and beside it, until the last prompt is asked
         # for again, all that the second one computes.
         num_prompts, written = 2 * (1 + self.repeat), [0]
@@ -233,7 +224,7 @@ class RestartBench:
         def row(length: int) -> Row:
             full = length // config.kv.block_tokens
             needed = {"host": full, "ssd": sum(written) + (num_prompts - 1) * full}
-            _require_room(length, driver.engine, config, needed)
+            _require_room(driver, length, needed)
             written.append(num_prompts * full)
             samples = []
             for run in runs(f"before the restart, {length} tokens", self.repeat, progress):
@@ -253,7 +244,7 @@ class RestartBench:
         """What the second process does. `num_blocks`: on disk; `before`: samples of the first, by length."""
         driver = _driver(config, salt, progress)
         scan_s, rows = _wait_scanned(driver.engine, num_blocks), []
-        driver.wait_ready(progress)
+        driver.wait_ready()
         for length in self.lengths:
             expected = reusable(length, length, config.kv.block_tokens)
             restored, computed = [], []
@@ -278,7 +269,7 @@ def _driver(config: Config, salt: str, progress: Progress) -> Driver:
     engine = build(config, progress)
     engine.warm(progress)
     settle_process()
-    return Driver(engine, salt)
+    return Driver(engine, config, progress, salt)
 
 
 def _wait_scanned(engine: Engine, num_blocks: int) -> float:

@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 from penstock.bench.report import Column, Results, Row, draw_points, figure
 from penstock.bench.run import WARM_UP, Driver
-from penstock.config import Config
 from penstock.contract import KvSource
-from penstock.engine.engine import Engine
 from penstock.errors import InvariantBroken
-from penstock.models.progress import Progress
 
 ALL = "all"  # the row that sums the turns
 
@@ -62,29 +59,27 @@ class TurnsBench:
         figure("retractions", "retractions"),
     )
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        longest = self.turns * (self.prompt_tokens + self.tokens)
-        if longest > engine.max_model_len:
+    def measure(self, driver: Driver) -> Results:
+        longest, most = self.turns * (self.prompt_tokens + self.tokens), driver.engine.max_model_len
+        if longest > most:
             refusal = (
                 f"{self.conversations} conversations: each ends with {longest} tokens, and the context holds "
-                f"{engine.max_model_len}, as far as the device's KV memory goes"
+                f"{most}, as far as the device's KV memory goes"
             )
             return Results([], [refusal])
-        driver = Driver(engine)
-        driver.wait_ready(progress)
-        runs = [self._run(driver, run, progress) for run in range(1 + self.repeat)][WARM_UP + 1 :]
+        runs = [self._run(driver, run) for run in range(1 + self.repeat)][WARM_UP + 1 :]
         rows = [_row(turn, list(taken)) for turn, taken in enumerate(zip(*runs, strict=True), 1)]
         return Results([*rows, _row(ALL, [_sum(run) for run in runs])], [])
 
-    def _run(self, driver: Driver, run: int, progress: Progress) -> list[TakenTurn]:
+    def _run(self, driver: Driver, run: int) -> list[TakenTurn]:
         driver.reset_cache()
         said: list[list[int]] = [[] for _ in range(self.conversations)]
         taken: list[TakenTurn] = []
         for turn in range(self.turns):
-            progress(f"turns, run {run} of {self.repeat}", turn, self.turns)
+            driver.progress(f"turns, run {run} of {self.repeat}", turn, self.turns)
             new = driver.prompts(self.conversations, self.prompt_tokens, self.seed, run, turn)
             said = self._turn(driver, [old + more for old, more in zip(said, new, strict=True)], taken)
-        progress(f"turns, run {run} of {self.repeat}", self.turns, self.turns)
+        driver.progress(f"turns, run {run} of {self.repeat}", self.turns, self.turns)
         return taken
 
     def _turn(self, driver: Driver, prompts: list[list[int]], taken: list[TakenTurn]) -> list[list[int]]:

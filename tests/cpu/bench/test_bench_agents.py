@@ -18,6 +18,7 @@ import pytest
 
 from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, percentiles
 from penstock.bench.agents_replay import Record, ServerAddress, UrlReplay, UserReplay, source_of
+from penstock.bench.run import Driver
 from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
 from penstock.config import (
@@ -173,7 +174,7 @@ def test_agents_that_allow_far_more_than_they_write_reuse_all_as_well():
 
 
 def test_a_measurement_reports_first_and_later_turns_apart_and_both_together(roomy):
-    results = bench().measure(*roomy, silent)
+    results = bench().measure(Driver(*roomy))
     assert results.skipped == []
     first, later, whole = results.rows
     assert [row["turns"] for row in results.rows] == [FIRST, LATER, ALL]
@@ -225,13 +226,13 @@ def test_percentiles_of_nothing_are_not_known():
 
 
 def test_after_the_limit_it_stops_and_reports_what_was_done(roomy):
-    results = bench(limit_s=0.0).measure(*roomy, silent)
+    results = bench(limit_s=0.0).measure(Driver(*roomy))
     assert results.rows == []
 
 
 def test_a_prompt_that_does_not_fit_the_context_is_refused_before_the_replay(roomy):
     with pytest.raises(ConfigError, match="the context holds 1100; lower --context"):
-        bench(scale=32).measure(*roomy, silent)
+        bench(scale=32).measure(Driver(*roomy))
 
 
 def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
@@ -242,7 +243,7 @@ def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
 
     monkeypatch.setattr(engine, "submit", fail)
     with pytest.raises(InvalidRequest, match="no more"):
-        bench().measure(engine, config, silent)
+        bench().measure(Driver(engine, config))
 
 
 def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
@@ -251,7 +252,7 @@ def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
         RunningStep, "wait_result", lambda step: dataclasses.replace(result(step), error=failure)
     )
     with pytest.raises(StepFailed, match="the device is gone"):
-        bench().measure(*roomy, silent)
+        bench().measure(Driver(*roomy))
 
 
 class Instant(UserReplay):

@@ -10,12 +10,11 @@ import pytest
 
 from penstock.bench.decode import DecodeBench, RestoreBench, steady_times
 from penstock.bench.report import print_table
-from penstock.bench.run import Stepped
+from penstock.bench.run import Driver, Stepped
 from penstock.cli import main
 from penstock.config import GIB, OffloadConfig
 from penstock.engine.build import build
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.models.progress import silent
 
 TINY = ["--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
 
@@ -36,7 +35,7 @@ def test_only_full_steps_between_full_steps_are_steady():
 
 def test_every_run_contributes_its_steady_steps_and_shares_nothing_with_others(engine, config):
     results = DecodeBench((1, 3), prompt_tokens=40, tokens=12, repeat=2, seed=0).measure(
-        engine, config, silent
+        Driver(engine, config)
     )
     assert results.skipped == [] and [row["batch"] for row in results.rows] == [1, 3]
     for row in results.rows:
@@ -62,7 +61,7 @@ def test_every_run_contributes_its_steady_steps_and_shares_nothing_with_others(e
 def test_a_size_that_cannot_be_measured_is_skipped_with_a_reason(
     engine, config, batch, prompt_tokens, tokens, said
 ):
-    results = DecodeBench((batch, 1), prompt_tokens, tokens, repeat=1, seed=0).measure(engine, config, silent)
+    results = DecodeBench((batch, 1), prompt_tokens, tokens, repeat=1, seed=0).measure(Driver(engine, config))
     assert said in results.skipped[0] and results.skipped[0].startswith(f"batch {batch}: ")
     assert not engine.has_work()
 
@@ -128,7 +127,7 @@ def test_a_terminal_shows_every_figure_however_narrow_it_is(monkeypatch, columns
 
 def restore(engine, config, blocks: float = 10.5, tokens: int = 40):
     gib = blocks * engine.arena.layout.block_bytes / GIB
-    return RestoreBench((2,), gib, tokens, repeat=1, seed=0).measure(engine, config, silent)
+    return RestoreBench((2,), gib, tokens, repeat=1, seed=0).measure(Driver(engine, config))
 
 
 def test_decoding_goes_on_while_prefixes_come_back(tiered_engine, tiered_config):

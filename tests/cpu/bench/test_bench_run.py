@@ -77,7 +77,7 @@ def test_a_measurement_waits_for_host_memory_that_is_being_prepared(tiered_confi
     monkeypatch.setattr(HostArena, "prepare", prepare)
     engine = build(tiered_config)
     seen: list[tuple[str, int, int]] = []
-    Driver(engine).wait_ready(lambda *told: (seen.append(told), more.set()))
+    Driver(engine, progress=lambda *told: (seen.append(told), more.set())).wait_ready()
     assert seen[0][0] == "preparing host memory" and seen[0][1] <= 64 < seen[0][2]
     assert engine.cache.host.num_unready == 0
     engine.close(timeout_s=20.0)
@@ -90,7 +90,7 @@ def test_host_memory_that_cannot_all_be_pinned_is_told(tiered_config, withheld, 
     with pytest.raises(
         ConfigError, match=f"{num_slots - 64} of {num_slots} blocks of host memory cannot be pinned"
     ):
-        Driver(engine).wait_ready(lambda *told: None)
+        Driver(engine).wait_ready()
     engine.close(timeout_s=20.0)
 
 

@@ -67,7 +67,7 @@ def test_a_tier_serves_all_full_blocks_but_never_the_last_token(
 ) -> None:
     tiers = TIERS[:num_tiers]
     config = (config, offloaded(ssd_config, ssd_dir=None), ssd_config)[num_tiers - 1]
-    (row,) = TtftBench((length,), repeat=2, seed=0).measure(make_engine(config), config, silent).rows
+    (row,) = TtftBench((length,), repeat=2, seed=0).measure(Driver(make_engine(config), config)).rows
     assert set(row["source"]) == {"cold", *tiers, *(f"{tier}_new" for tier in tiers)}
     full, times = length // 16, {case: taken["median"] for case, taken in row["ttft_ms"].items()}
     assert row["source"]["cold"] == served(config, length) and row["promoted_blocks"]["cold"] == 0
@@ -84,7 +84,7 @@ def test_without_the_prefix_cache_everything_comes_from_the_host(
     make_engine: Make, tiered_config: Config
 ) -> None:
     config = replace(tiered_config, kv=replace(tiered_config.kv, prefix_cache=False))
-    (row,) = BENCH.measure(make_engine(config), config, silent).rows
+    (row,) = BENCH.measure(Driver(make_engine(config), config)).rows
     assert set(row["source"]) == {"cold", "host", "host_new"} and "ratio" not in row
     assert row["source"]["host"] == served(config, 64, host=63) and row["promoted_blocks"]["host"] == 4
 
@@ -101,7 +101,7 @@ def test_behind_a_disk_the_store_serves_alone_is_cold_again_and_keeps_what_other
     config = offloaded(ssd_config, remote="valkey://elsewhere")
     for _ in range(2):
         engine = make_engine(config)
-        (row,) = BENCH.measure(engine, config, silent).rows
+        (row,) = BENCH.measure(Driver(engine, config)).rows
         engine.close(timeout_s=20.0)
         assert row["source"]["cold"] == served(config, 64)
         for tier in ("ssd", "remote"):
@@ -131,7 +131,7 @@ def test_what_did_not_come_from_the_named_tier_is_not_reported(
 ) -> None:
     monkeypatch.setattr(f"{what}.{name}", fake)
     with pytest.raises(InvariantBroken, match=said):
-        BENCH.measure(tiered_engine, tiered_config, silent)
+        BENCH.measure(Driver(tiered_engine, tiered_config))
 
 
 def test_a_tier_that_was_not_emptied_is_noticed(
@@ -143,12 +143,12 @@ def test_a_tier_that_was_not_emptied_is_noticed(
             Driver, "reset_cache", lambda self, *tiers: honest(self, *(one for one in tiers if one != "host"))
         )
         with pytest.raises(InvariantBroken, match="expected 63 from the ssd"):
-            BENCH.measure(make_engine(ssd_config), ssd_config, silent)
+            BENCH.measure(Driver(make_engine(ssd_config), ssd_config))
     config = offloaded(ssd_config, ssd_dir=None)
     monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: honest(self, *tiers) if tiers else 0)
     monkeypatch.setattr(Driver, "prompts", lambda self, num, length, *seed: [list(range(length))])
     with pytest.raises(InvariantBroken, match="expected none from the device"):
-        BENCH.measure(make_engine(config), config, silent)
+        BENCH.measure(Driver(make_engine(config), config))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_counters_that_disagree_are_noticed(
     engine = make_engine(ssd_config)
     monkeypatch.setattr(Engine, "stats", stats)
     with pytest.raises(InvariantBroken, match=said):
-        BENCH.measure(engine, ssd_config, silent)
+        BENCH.measure(Driver(engine, ssd_config))
 
 
 # ------------------------------------------------------------------------------------------ what does not fit
@@ -182,7 +182,7 @@ def test_counters_that_disagree_are_noticed(
 def test_a_length_that_does_not_fit_is_skipped_with_a_reason(
     engine: Engine, config: Config, length: int
 ) -> None:
-    results = TtftBench((length, 32), repeat=1, seed=0).measure(engine, config, silent)
+    results = TtftBench((length, 32), repeat=1, seed=0).measure(Driver(engine, config))
     blocks = -(-(length + NEW_TOKENS + 1) // 16)
     assert results.skipped == [
         f"{length} tokens: with 16 new ones and one to write they exceed the context of 1024; they need "
@@ -211,7 +211,7 @@ def test_a_length_that_a_tier_does_not_hold_is_refused_at_once_and_the_proposed_
     tight, bench = offloaded(ssd_config, **{f"{tier}_gib": small}), TtftBench((length,), repeat=1, seed=0)
     engine = make_engine(tight)
     there = sum(engine.stats().kv_blocks[tier].values())
-    results = bench.measure(engine, tight, lambda *said: told.append(said))
+    results = bench.measure(Driver(engine, tight, lambda *said: told.append(said)))
     engine.close(timeout_s=20.0)
     (said,) = results.skipped
     assert results.rows == [] and told == [] and there < blocks
@@ -221,7 +221,7 @@ def test_a_length_that_a_tier_does_not_hold_is_refused_at_once_and_the_proposed_
     )
     enough = offloaded(ssd_config, **{f"{tier}_gib": float(said.split()[-3])})
     engine = make_engine(enough)
-    assert [row["tokens"] for row in bench.measure(engine, enough, silent).rows] == [length]
+    assert [row["tokens"] for row in bench.measure(Driver(engine, enough)).rows] == [length]
     if tier == "host":
         assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1
 
@@ -233,7 +233,7 @@ def test_a_disk_that_has_no_room_is_said_to_have_none(
     monkeypatch.setattr(
         "penstock.bench.run.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(GIB, GIB, 1000)
     )
-    (said,) = BENCH.measure(engine, ssd_config, silent).skipped
+    (said,) = BENCH.measure(Driver(engine, ssd_config)).skipped
     assert said.startswith("64 tokens: they need 0.00 GiB of the disk of ") and said.endswith("0.00 are free")
 
 

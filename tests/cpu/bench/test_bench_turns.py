@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bench.run import Driver
 from penstock.bench.turns import ALL, TurnsBench
 from penstock.cli import main
 from penstock.config import EngineConfig, OffloadConfig
 from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.errors import InvariantBroken
-from penstock.models.progress import silent
 
 BENCH = TurnsBench(conversations=4, turns=3, prompt_tokens=40, tokens=8, repeat=2, seed=0)
 SIZES = "--model tiny-qwen3 --load-format dummy --device cpu --device-kv-blocks 40 --kv-offload-host-gib 0.05"
 
 
 def test_each_turn_reuses_what_was_said_before_in_the_same_run_and_computes_the_rest(engine, config):
-    results = BENCH.measure(engine, config, silent)
+    results = BENCH.measure(Driver(engine, config))
     assert results.skipped == [] and [row["turn"] for row in results.rows] == [1, 2, 3, ALL]
     for turn, row in enumerate(results.rows[:3], start=1):
         # tokens of a conversation when the turn begins; the last of them was never fed back
@@ -51,7 +51,7 @@ def crowded(config):
 
 
 def test_what_does_not_fit_on_the_device_comes_back_from_the_host(crowded):
-    *turns, whole = replace(BENCH, conversations=8, repeat=1).measure(*crowded, silent).rows
+    *turns, whole = replace(BENCH, conversations=8, repeat=1).measure(Driver(*crowded)).rows
     assert turns[0]["source"]["host"] == 0 < min(row["source"]["host"] for row in turns[1:])
     for row in turns:
         assert sum(row["source"].values()) == 8 * (48 * (row["turn"] - 1) + 40)
@@ -66,12 +66,12 @@ def test_sources_that_do_not_add_up_are_noticed(engine, config, monkeypatch):
 
     monkeypatch.setattr("penstock.bench.run.Reader.__call__", deaf)
     with pytest.raises(InvariantBroken, match="came from"):
-        BENCH.measure(engine, config, silent)
+        BENCH.measure(Driver(engine, config))
 
 
 @pytest.mark.parametrize("changes", [{"turns": 100}, {"prompt_tokens": 400}, {"tokens": 100}])
 def test_conversations_that_do_not_fit_are_skipped_with_a_reason(crowded, changes):
-    results = replace(BENCH, **changes).measure(*crowded, silent)
+    results = replace(BENCH, **changes).measure(Driver(*crowded))
     assert results.rows == [] and "the context holds 320" in results.skipped[0]
 
 
