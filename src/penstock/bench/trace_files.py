@@ -30,6 +30,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -95,7 +96,7 @@ def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
     over it."""
     prompts = list(trace.prompts)
     for number in reversed(range(num)):
-        document = [_key(b"scan", number, depth) for depth in range(num_blocks)]
+        document = [_key("scan", number, depth) for depth in range(num_blocks)]
         prompts.insert((2 * number + 1) * len(trace.prompts) // (2 * num), document)
     return replace(trace, prompts=prompts, num_scans=num, scan_blocks=num_blocks)
 
@@ -140,16 +141,10 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     """The first `num_requests` of them, or all."""
     prompts: list[list[bytes]] = []
     num_tokens = 0
-    keys: dict[int, bytes] = {}
     for where, fields in islice(_lines(path), num_requests):
         length, ids = _mooncake_prompt(fields, where)
         num_tokens += length
-        prompts.append(
-            [
-                keys.setdefault(i, blake2b(str(i).encode(), digest_size=16).digest())
-                for i in ids[: length // BLOCK_TOKENS]
-            ]
-        )
+        prompts.append([_key(i) for i in ids[: length // BLOCK_TOKENS]])
     _require_blocks(prompts, path)
     return Trace(path.name, prompts, num_tokens)
 
@@ -319,31 +314,28 @@ def _agentic_trace(path: Path, num_requests: int | None, interleave: str) -> Tra
 
 
 def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
-    """Of full blocks of Mooncake's size, each standing for its own ids and all before it. Sub-agents share
-    their parent's."""
+    """Of full blocks of Mooncake's size. Sub-agents share their parent's."""
     step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
-    if rest or not step:
-        raise ConfigError(
-            f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of "
-            f"{BLOCK_TOKENS}"
-        )
-    width = step * np.dtype(np.int64).itemsize
-    known: dict[tuple[bytes, bytes], bytes] = {}  # a prompt begins as the one before it does
-    prompts: list[list[bytes]] = []
-    for one in conversation.requests:
-        raw = one.blocks.tobytes()
-        keys: list[bytes] = []
-        for depth in range(len(one.blocks) // step):
-            last = keys[-1] if keys else conversation.family.encode()
-            ids = raw[depth * width : (depth + 1) * width]
-            if (last, ids) not in known:
-                known[last, ids] = _key(last, depth, ids)
-            keys.append(known[last, ids])
-        prompts.append(keys)
-    return prompts
+    _require(
+        step and not rest,
+        conversation.id,
+        f"blocks of {conversation.block_tokens} tokens do not make up blocks of {BLOCK_TOKENS}",
+    )
+    owner = conversation.family.encode()
+    return [_chain(one.blocks, step, owner) for one in conversation.requests]
 
 
-def _key(*parts: bytes | int) -> bytes:
+def _chain(ids: NDArray[Any], size: int, key: bytes = b"") -> list[bytes]:
+    """A key for each `size` ids, which stands for them and all before."""
+    keys, width, raw = [], size * ids.itemsize, ids.tobytes()
+    for end in range(width, len(raw) + 1, width):
+        key = blake2b(key + raw[end - width : end], digest_size=16).digest()
+        keys.append(key)
+    return keys
+
+
+@cache
+def _key(*parts: str | int) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
@@ -455,8 +447,4 @@ def reusable(prompts: list[Tokens], block_tokens: int) -> list[int]:
 
 def block_keys(prompt: Tokens, block_tokens: int) -> list[bytes]:
     """Of its full blocks, each standing for its own tokens and all before it."""
-    key, keys = b"", []
-    for first in range(0, len(prompt) // block_tokens * block_tokens, block_tokens):
-        key = blake2b(key + prompt[first : first + block_tokens].tobytes(), digest_size=16).digest()
-        keys.append(key)
-    return keys
+    return _chain(prompt, block_tokens)
