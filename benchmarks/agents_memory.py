@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from driver import flags, write
 from penstock.bench.report import save_picture
 from penstock.bench.trace import best_hits, next_uses
 from penstock.bench.trace_files import Asking, block_keys, read_conversations, select
+from penstock.models.progress import silent
 
 BLOCK = 16
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -43,12 +45,8 @@ def modelled(options: argparse.Namespace, num_blocks: int, how: tuple[str, ...])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flags(__doc__, users=(48, "recorded agents at once"))
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--users", type=int, default=48)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     asking = Asking(str(options.trace), options.users)
@@ -68,17 +66,14 @@ def main() -> None:
         for name, how in WAYS.items():
             print(f"{share}x, {name} ...", file=sys.stderr)
             row[name] = modelled(options, num_blocks, how)
-        row["optimum"] = best_hits(uses, num_blocks, lambda *_: None).blocks * BLOCK / total
+        row["optimum"] = best_hits(uses, num_blocks, silent).blocks * BLOCK / total
         rows.append(row)
         print(
             f"| {share:g}x | {100 * row['cost']['reused']:.1f} | {100 * row['fifo, lru']['reused']:.1f} | "
             f"{100 * row['optimum']:.1f} |",
             flush=True,
         )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"users": options.users, "needed_blocks": needed, "rows": rows}, indent=1) + "\n"
-        )
+    write(options.json, {"users": options.users, "needed_blocks": needed, "rows": rows})
     if options.plot:
         title = f"{options.users} recorded coding agents at once, an H200 in modelled time"
         save_picture(options.plot, title, lambda axes: draw(axes, rows))
@@ -86,18 +81,12 @@ def main() -> None:
 
 def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     shares = [row["share"] for row in rows]
-    axes.plot(
-        shares, [100 * row["cost"]["reused"] for row in rows], "o-", label="--scheduling cost (default)"
-    )
-    axes.plot(
-        shares,
-        [100 * row["fifo, lru"]["reused"] for row in rows],
-        "o-",
-        label="--scheduling fifo --eviction lru",
-    )
-    axes.plot(
-        shares, [100 * row["optimum"] for row in rows], "k--", label="optimum in order of arrival (Belady)"
-    )
+    for label, style, reused in (
+        ("--scheduling cost (default)", "o-", [row["cost"]["reused"] for row in rows]),
+        ("--scheduling fifo --eviction lru", "o-", [row["fifo, lru"]["reused"] for row in rows]),
+        ("optimum in order of arrival (Belady)", "k--", [row["optimum"] for row in rows]),
+    ):
+        axes.plot(shares, [100 * share for share in reused], style, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(shares, [f"{share:g}x" for share in shares])
     axes.set_ylim(0, 100)

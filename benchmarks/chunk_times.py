@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from driver import flags, show, warmed, write
 from penstock.bench.run import random_prompts
-from penstock.commands.arguments import config_of, engine_flags
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.scheduling.budget import Room
 
@@ -125,46 +122,30 @@ def measure(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, parents=[engine_flags()], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--targets",
-        type=lambda text: [float(part) for part in text.split(",")],
-        default=[0.0, 50.0, 100.0, 150.0, 300.0],
-    )
-    parser.add_argument("--batch", type=int, default=8, help="requests that decode")
-    parser.add_argument("--context", type=int, default=256, help="tokens of their prompts")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=1024,
-        help="tokens that they may generate; they end when all prompts are computed",
-    )
-    parser.add_argument("--prompts", type=int, default=3, help="prompts that arrive beside them")
-    parser.add_argument("--prompt-tokens", type=int, default=32768, help="tokens of each")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    engine = build(config_of(args))
-    engine.warm()
-    try:
+    args = flags(
+        __doc__,
+        engine=True,
+        targets=([0.0, 50.0, 100.0, 150.0, 300.0], "ms"),
+        batch=(8, "requests that decode"),
+        context=(256, "tokens of their prompts"),
+        tokens=(1024, "tokens that they may generate; they end when all prompts are computed"),
+        prompts=(3, "prompts that arrive beside them"),
+        prompt_tokens=(32768, "tokens of each"),
+        rounds=(2, "measured, after one that warms up"),
+    ).parse_args()
+    with warmed(args) as engine:
         rows = measure(engine, args)
-    finally:
-        engine.close()
-    print(
-        f"{'target ms':>9} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9} {'prompt tokens/s':>16} "
-        f"{'of the first':>13} {'TTFT s':>8}"
-    )
-    for row in rows:
-        share = row["prompt_tokens_per_s"] / rows[0]["prompt_tokens_per_s"]
-        between = f"{row['p50_ms']:9.1f} {row['p99_ms']:9.1f} {row['max_ms']:9.1f}"
-        print(
-            f"{row['target_ms']:9g} {between} {row['prompt_tokens_per_s']:16.0f} {share:13.3f} "
-            f"{row['ttft_s']:8.2f}"
-        )
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    columns = [
+        ("target ms", "target_ms"),
+        ("p50 ms", "p50_ms", 1),
+        ("p99 ms", "p99_ms", 1),
+        ("max ms", "max_ms", 1),
+        ("prompt tokens/s", "prompt_tokens_per_s"),
+        ("of the first", "prompt_tokens_per_s", 3, 1 / rows[0]["prompt_tokens_per_s"]),
+        ("TTFT s", "ttft_s", 2),
+    ]
+    show(rows, columns)
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

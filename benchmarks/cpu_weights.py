@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from driver import flags, write
 from penstock.bench.decode import steady_times
 from penstock.bench.report import describe_machine
 from penstock.bench.run import Driver, random_prompts
@@ -160,21 +161,21 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = flags(
+        __doc__,
+        weights=("float32,auto", "forms to compare"),
+        threads=(2, "of each side"),
+        rounds=(7, "in turn"),
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--weights", default="float32,auto", help="forms to compare")
     parser.add_argument("--llama-cpp", metavar="FOLDER", help="where node_modules/node-llama-cpp is")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.side is not None:
         serve_side(args.side)
         return 0
     result = compare(args)
     show(result)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.json, result)
     return 0
 
 

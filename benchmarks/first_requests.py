@@ -11,18 +11,16 @@ longest between two tokens of the request that stays.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from driver import flags, show, text, write
+from penstock.commands.arguments import config_of
 from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
@@ -135,16 +133,25 @@ def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, Se
     return found
 
 
+def timed(name: str, make: SetUp, rounds: int) -> dict[str, Any] | None:
+    """Of requests of one kind. None: there is no such request here."""
+    times = []
+    for _ in range(rounds):
+        try:
+            run = make()
+            begun = time.perf_counter()
+            own_ms = run()
+        except Exception as error:
+            print(f"{name}: skipped, {error}")
+            return None
+        times.append((time.perf_counter() - begun) * 1e3 if own_ms is None else own_ms)
+    later_ms = float(np.median(times[1:]))
+    return {"kind": name, "first_ms": times[0], "later_ms": later_ms, "ratio": times[0] / later_ms}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(several=True)])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="requests of each kind; the first is compared with the median of the others",
-    )
-    args = parser.parse_args()
+    rounds = (3, "requests of each kind; the first is compared with the median of the others")
+    args = flags(__doc__, engine=True, rounds=rounds).parse_args()
     config = config_of(args)
     started = time.perf_counter()
     engine = build(config)
@@ -154,34 +161,16 @@ def main() -> None:
     adapters = engine.adapters.all()
     asker = Asker(engine, engine.tokenizer.vocab_size)
     asker.prompt(1)  # what this script itself does for the first time is not the engine's
-    rows: list[dict[str, Any]] = []
+    makers = kinds(asker, adapters[0].adapter if adapters else None, config.engine.overcommit > 1)
     try:
-        for name, make in kinds(
-            asker, adapters[0].adapter if adapters else None, config.engine.overcommit > 1
-        ).items():
-            times = []
-            for _ in range(args.rounds):
-                try:
-                    run = make()
-                    begun = time.perf_counter()
-                    own_ms = run()
-                except Exception as error:
-                    print(f"{name}: skipped, {error}")
-                    break
-                times.append((time.perf_counter() - begun) * 1e3 if own_ms is None else own_ms)
-            if len(times) == args.rounds:
-                rows.append({"kind": name, "first_ms": times[0], "later_ms": float(np.median(times[1:]))})
+        found = [timed(name, make, args.rounds) for name, make in makers.items()]
     finally:
         loop.close(deadline_s=0.0)
+    rows = [row for row in found if row is not None]
     print(f"ready after {ready_s:.1f} s")
-    print(f"{'kind':28} {'first ms':>10} {'later ms':>10} {'ratio':>7}")
-    for row in rows:
-        print(
-            f"{row['kind']:28} {row['first_ms']:10.1f} {row['later_ms']:10.1f} "
-            f"{row['first_ms'] / row['later_ms']:7.2f}"
-        )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"ready_s": ready_s, "rows": rows}, indent=1) + "\n")
+    columns = [("first ms", "first_ms", 1), ("later ms", "later_ms", 1), ("ratio", "ratio", 2)]
+    show(rows, [text("kind", "kind"), *columns])
+    write(args.json, {"ready_s": ready_s, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+from driver import flags, show, text, write
 
 READY = "Penstock is ready on "
 ROUNDS = {1: 4, 32: 4}  # requests of each stream, by how many there are; of others:
@@ -224,21 +225,9 @@ def run_client(argv: list[str]) -> None:
     asyncio.run(client(host, int(port), bodies))
 
 
-def over_http(args: argparse.Namespace, rest: list[str], flags: list[str]) -> dict[int, dict[str, float]]:
-    command = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "serve",
-        "--port",
-        "0",
-        "--max-concurrent",
-        "1024",
-        "--log-level",
-        "warning",
-        *rest,
-        *flags,
-    ]
+def over_http(args: argparse.Namespace, rest: list[str], api: list[str]) -> dict[int, dict[str, float]]:
+    serve = ["-m", "penstock", "serve", "--port", "0", "--max-concurrent", "1024", "--log-level", "warning"]
+    command = [sys.executable, *serve, *rest, *api]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = next(line for line in server.stdout if line.startswith(READY)).removeprefix(READY).strip()
@@ -255,7 +244,7 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
     host, _, port = url.removeprefix("http://").rpartition(":")
     model = json.load(urlopen(f"{url}/v1/models"))["data"][0]["id"]
     num_clients = min(streams, args.clients)
-    shape = [str(number) for number in (args.prompt, args.output, args.spread)]
+    asked = (args.prompt, args.output, args.spread)
     commands = [
         [
             sys.executable,
@@ -264,10 +253,7 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
             host,
             port,
             model,
-            str(streams),
-            str(first),
-            str(num_clients),
-            *shape,
+            *map(str, (streams, first, num_clients, *asked)),
         ]
         for first in range(num_clients)
     ]
@@ -300,58 +286,49 @@ def main() -> None:
     if sys.argv[1:2] == ["--as-client"]:
         run_client(sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = flags(
+        __doc__,
+        streams=([1, 32, 256], "at once"),
+        prompt=(256, "tokens of a prompt"),
+        output=(256, "tokens of an answer"),
+        spread=(0.0, "answers are so much longer or shorter, as a share of --output"),
+        clients=(max(1, min(8, (os.cpu_count() or 2) // 2)), "processes"),
+        processes=("0,", "values of --api-processes; an empty one is the default"),
     )
-    parser.add_argument(
-        "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256]
-    )
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--output", type=int, default=256)
-    parser.add_argument(
-        "--spread",
-        type=float,
-        default=0.0,
-        help="answers are so much longer or shorter, as a share of --output",
-    )
-    parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument(
-        "--processes", default="0,", help="values of --api-processes; an empty one is the default"
-    )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
     if args.in_process:
         in_process(args, rest)
         return
-    here = subprocess.run(
-        [sys.executable, __file__, "--in-process", *sys.argv[1:]],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found = {
-        "in process": {
-            int(streams): figures for streams, figures in json.loads(here.stdout.splitlines()[-1]).items()
-        }
-    }
+    command = [sys.executable, __file__, "--in-process", *sys.argv[1:]]
+    here = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    base = {int(num): figures for num, figures in json.loads(here.stdout.splitlines()[-1]).items()}
+    found = {"in process": base}
     for value in args.processes.split(","):
-        flags = ["--api-processes", value] if value else []
-        found[f"HTTP, --api-processes {value}" if value else "HTTP, default"] = over_http(args, rest, flags)
-    print(
-        f"{'':26}{'streams':>8}{'tok/s':>10}{'of in process':>15}{'gap p50 ms':>12}{'of in process':>15}{'gap p99 ms':>12}{'ttft ms':>10}"  # noqa: E501
-    )
-    for name, by_streams in found.items():
-        for streams, figures in by_streams.items():
-            base = found["in process"][streams]
-            rate, gap = (
-                figures["tokens_per_s"] / base["tokens_per_s"],
-                figures["gap_p50_ms"] / base["gap_p50_ms"],
-            )
-            row = f"{name:26}{streams:8}{figures['tokens_per_s']:10.0f}{rate:15.2f}{figures['gap_p50_ms']:12.2f}{gap:15.2f}"  # noqa: E501
-            print(row + f"{figures['gap_p99_ms']:12.2f}{figures['ttft_p50_ms']:10.1f}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1))
+        api = ["--api-processes", value] if value else []
+        found[f"HTTP, --api-processes {value}" if value else "HTTP, default"] = over_http(args, rest, api)
+    rows = [
+        {
+            "name": name,
+            "streams": num,
+            **figures,
+            "rate": figures["tokens_per_s"] / base[num]["tokens_per_s"],
+            "gap": figures["gap_p50_ms"] / base[num]["gap_p50_ms"],
+        }
+        for name, by_streams in found.items()
+        for num, figures in by_streams.items()
+    ]
+    columns = [
+        ("streams", "streams"),
+        ("tok/s", "tokens_per_s"),
+        ("of in process", "rate", 2),
+        ("gap p50 ms", "gap_p50_ms", 2),
+        ("of in process", "gap", 2),
+        ("gap p99 ms", "gap_p99_ms", 2),
+        ("ttft ms", "ttft_p50_ms", 1),
+    ]
+    show(rows, [text("", "name"), *columns])
+    write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ times. Times are taken where tokens arrive.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -22,16 +21,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.arguments import Parser, config_of, counts, engine_flags, new_file, positive
+from driver import show, warmed, write
+from penstock.bench.report import Column
+from penstock.commands.arguments import Parser, counts, engine_flags, new_file, positive
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, PenstockError, StepFailed
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 
 WARM_TOKENS = 2048
 WAIT_S = 0.1  # at most, before a turn looks again
-ROW = "{:>9} {:>9} {:>11} {:>13} {:>13} {:>12} {:>12}"
+COLUMNS = (
+    ("tokens", "tokens"),
+    Column("found", lambda row: f"{row['found']}/{row['asked']}"),
+    ("asked again", "asked_again"),
+    ("prefill s", "prefill_s", 2),
+    ("decode ms p50", "decode_ms.median", 2),
+    ("mean ms", "decode_ms.mean", 2),
+    ("max ms", "decode_ms.max", 2),
+)
 
 
 @dataclass(slots=True)
@@ -94,19 +102,6 @@ def row_of(num_tokens: int, stack: Haystack, answer: Answer) -> dict[str, Any]:
     }
 
 
-def show(row: dict[str, Any]) -> None:
-    decode = row["decode_ms"]
-    numbers = (
-        f"{row['prefill_s']:.2f}",
-        f"{decode['median']:.2f}",
-        f"{decode['mean']:.2f}",
-        f"{decode['max']:.2f}",
-    )
-    print(
-        ROW.format(row["tokens"], f"{row['found']}/{row['asked']}", row["asked_again"], *numbers), flush=True
-    )
-
-
 def parser() -> Parser:
     found = Parser(prog="needles.py", description=(__doc__ or "").split("\n\n")[0], parents=[engine_flags()])
     found.set_defaults(model=None)
@@ -114,28 +109,19 @@ def parser() -> Parser:
     group.add_argument(
         "--lengths", type=counts, default=(8192, 32768), metavar="N,N", help="tokens of each prompt"
     )
-    group.add_argument("--needles", type=positive, default=16, metavar="N", help="in each haystack")
     group.add_argument(
         "--depths", default="0.1,0.5,0.9", metavar="X,X", help="where they are, as shares of the length"
     )
     shape = Retrieval()
-    group.add_argument("--layers", type=positive, default=shape.num_layers, metavar="N", help="of the model")
-    group.add_argument(
-        "--heads", type=positive, default=shape.num_heads, metavar="N", help="query heads of a layer"
-    )
-    group.add_argument(
-        "--kv-heads", type=positive, default=shape.num_kv_heads, metavar="N", help="KV heads of a layer"
-    )
-    group.add_argument(
-        "--head-dim", type=positive, default=shape.head_dim, metavar="N", help="values of a head"
-    )
-    group.add_argument(
-        "--tries",
-        type=positive,
-        default=shape.tries,
-        metavar="N",
-        help="questions for a needle that is not found",
-    )
+    for name, default, text in (
+        ("needles", 16, "in each haystack"),
+        ("layers", shape.num_layers, "of the model"),
+        ("heads", shape.num_heads, "query heads of a layer"),
+        ("kv-heads", shape.num_kv_heads, "KV heads of a layer"),
+        ("head-dim", shape.head_dim, "values of a head"),
+        ("tries", shape.tries, "questions for a needle that is not found"),
+    ):
+        group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=text)
     group.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there")
     return found
 
@@ -151,28 +137,17 @@ def measure(argv: Sequence[str] | None) -> None:
     stacks = [
         haystack(length, args.needles, depths, args.seed + i, model) for i, length in enumerate(args.lengths)
     ]
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         args.model = str(write_retrieval_model(Path(folder) / "retrieval", model))
-        engine = build(config_of(args))
-        try:
-            engine.warm()
+        with warmed(args) as engine:
             warm_tokens = min(WARM_TOKENS, *args.lengths)  # what happens once in a process is in no figure
             ask(engine, haystack(warm_tokens, 1, (0.5,), args.seed + len(stacks), model))
-            print(
-                ROW.format(
-                    "tokens", "found", "asked again", "prefill s", "decode ms p50", "mean ms", "max ms"
-                )
-            )
-            for length, stack in zip(args.lengths, stacks, strict=True):
-                rows.append(row_of(length, stack, ask(engine, stack)))
-                show(rows[-1])
-        finally:
-            engine.close(timeout_s=60.0)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"model": asdict(model), "depths": depths, "rows": rows}, indent=1) + "\n"
-        )
+            rows = [
+                row_of(length, stack, ask(engine, stack))
+                for length, stack in zip(args.lengths, stacks, strict=True)
+            ]
+    show(rows, COLUMNS, left=0)
+    write(args.json, {"model": asdict(model), "depths": depths, "rows": rows})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

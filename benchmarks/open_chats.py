@@ -13,17 +13,14 @@ sent. Steps are counted as well: they depend on who runs together, and not on th
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from driver import flags, warmed, write
 from penstock.contract import SamplingParams, TokenEvent
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
 
 Chat = tuple[list[int], int]  # prompt, length of the answer
@@ -95,30 +92,27 @@ def measure(engine: Engine, route: str, args: argparse.Namespace, is_open: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(False)])
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--chats", type=int, default=4, help="of each client, on average")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=150, help="median length of an answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    engine = build(config_of(args))
-    engine.warm()
-    measure(engine, "warm-up", argparse.Namespace(**{**vars(args), "chats": 2}), is_open=False)
-    ways: dict[str, list[dict[str, Any]]] = {"exact": [], "open": []}
-    for number in range(args.rounds):
-        for way, taken in ways.items():
-            taken.append(measure(engine, f"{way} {number}", args, is_open=way == "open"))
-            print(way, " ".join(f"{name} {value}" for name, value in taken[-1].items()))
+    args = flags(
+        __doc__,
+        engine=True,
+        clients=(64, "that send chats"),
+        chats=(4, "of each client, on average"),
+        prompt_tokens=(64, "tokens of a prompt"),
+        tokens=(150, "median length of an answer"),
+        rounds=(3, "of both ways"),
+    ).parse_args()
+    with warmed(args) as engine:
+        measure(engine, "warm-up", argparse.Namespace(**{**vars(args), "chats": 2}), is_open=False)
+        ways: dict[str, list[dict[str, Any]]] = {"exact": [], "open": []}
+        for number in range(args.rounds):
+            for way, taken in ways.items():
+                taken.append(measure(engine, f"{way} {number}", args, is_open=way == "open"))
+                print(way, " ".join(f"{name} {value}" for name, value in taken[-1].items()))
     pairs = list(zip(ways["exact"], ways["open"], strict=True))
     names = ("tokens_per_s", "tokens_per_step")
     ratios = {name: statistics.median(some[name] / exact[name] for exact, some in pairs) for name in names}
     print("open, of exact:", ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
-    engine.close()
-    if args.json is not None:
-        figures = {"name": engine.name, "admission": args.admission, **ways, "ratio": ratios}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write(args.json, {"name": engine.name, "admission": args.admission, **ways, "ratio": ratios})
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ import os
 import secrets
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,17 +26,19 @@ from urllib.parse import urlsplit
 
 from penstock.bench.report import BenchReport, Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
-from penstock.bench.transfer_cold import (
+from penstock.bench.transfer_ways import (
+    OWNER,
     READ_REMOTE,
     TIER,
     WRITE_REMOTE,
-    ColdRig,
+    TransferRig,
     TransferShape,
+    TransferWay,
+    Turn,
     read_tier,
-    start_each,
+    take_turns,
     write_tier,
 )
-from penstock.bench.transfer_ways import Launch, TransferWay, Wait, take_turns
 from penstock.commands.arguments import (
     Parser,
     counts,
@@ -53,7 +54,7 @@ from penstock.engine.build import device_for
 from penstock.errors import ConfigError, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.build import COLD_READERS, COLD_WRITERS
-from penstock.kv.tiers.remote import KINDS, open_store
+from penstock.kv.tiers.remote import KINDS
 from penstock.kv.tiers.store import pack
 from penstock.models.progress import Progress
 
@@ -70,35 +71,29 @@ def measure(
     if (url := offload.remote) is None:
         raise ConfigError("--kv-offload-remote says which store is measured")
     for blocks in sizes:
-        with ColdRig(shape, blocks, partial(open_store, url, timeout_s=offload.remote_timeout_s)) as rig:
+        with TransferRig(shape, blocks, offload) as rig:
             rig.fill(progress)
             with ClientValues(rig, open_client(url, (COLD_READERS, COLD_WRITERS))) as values:
-                results.rows.extend(
-                    take_turns(
-                        rig.tier.name, store_ways(rig, values), rig.size, shape.repeat, progress, turning=True
-                    )
-                )
+                ways = store_ways(rig, values)
+                results.rows.extend(take_turns(rig.tier.name, ways, rig.size, shape.repeat, progress))
     return results
 
 
-def store_ways(rig: ColdRig, values: ClientValues) -> list[TransferWay]:
+def store_ways(rig: TransferRig, values: ClientValues) -> list[TransferWay]:
     """A client may be faster on one thread than on several, where they are in each other's way."""
     readers, writers = (
         {f"client, {num} thread{'s' if num > 1 else ''}": num for num in sorted({1, most})}
         for most in values.client.at_once
     )
     return [
-        *(TransferWay(WRITE_REMOTE, name, partial(values.write, num), ()) for name, num in writers.items()),
+        *(TransferWay(WRITE_REMOTE, name, partial(values.write, num)) for name, num in writers.items()),
         TransferWay(
             WRITE_REMOTE,
             TIER,
             partial(write_tier, rig, WRITE_REMOTE),
             tuple((WRITE_REMOTE, name) for name in writers),
         ),
-        *(
-            TransferWay(READ_REMOTE, name, partial(values.read, num, name), ())
-            for name, num in readers.items()
-        ),
+        *(TransferWay(READ_REMOTE, name, partial(values.read, num, name)) for name, num in readers.items()),
         TransferWay(
             READ_REMOTE,
             TIER,
@@ -111,28 +106,26 @@ def store_ways(rig: ColdRig, values: ClientValues) -> list[TransferWay]:
 class ClientValues:
     """The rig's blocks as the client gets them, header and bytes in one piece, and its threads."""
 
-    def __init__(self, rig: ColdRig, client: StoreClient) -> None:
+    def __init__(self, rig: TransferRig, client: StoreClient) -> None:
         self.client = client
         self._names: list[str] = []
-        with rig.pinned() as views:
-            self._values = [
-                pack(key, bytes(SCOPE_BYTES), view) + bytes(view)
-                for key, view in zip(rig.keys, views, strict=True)
-            ]
+        slots, pin = rig.cache.host.pin_each(rig.keys, OWNER)
+        views = [rig.host.view(slot) for slot in slots]
+        self._values = [
+            pack(key, bytes(SCOPE_BYTES), view) + bytes(view)
+            for key, view in zip(rig.keys, views, strict=True)
+        ]
+        rig.cache.host.end_handles([pin])
         self._threads = ThreadPoolExecutor(max(client.at_once), "bench-client")
 
-    @contextmanager
-    def write(self, num_threads: int, checked: bool) -> Iterator[Launch]:
+    def write(self, num_threads: int, checked: bool) -> Turn:
         """From memory in one piece, one value a call."""
         self._rename()
-        yield partial(
-            self._start,
-            num_threads,
-            lambda number: self.client.write(self._names[number], self._values[number]),
+        yield from self._call_each(
+            num_threads, lambda number: self.client.write(self._names[number], self._values[number])
         )
 
-    @contextmanager
-    def read(self, num_threads: int, way: str, checked: bool) -> Iterator[Launch]:
+    def read(self, num_threads: int, way: str, checked: bool) -> Turn:
         """Into memory that the client brings."""
         came: dict[int, bytes | memoryview] = {}
 
@@ -143,21 +136,28 @@ class ClientValues:
             if checked:
                 came[number] = value
 
-        yield partial(self._start, num_threads, read)
+        yield from self._call_each(num_threads, read)
         if checked and came != dict(enumerate(self._values)):
             raise InvariantBroken(f"{READ_REMOTE}, {way}: other bytes came than were written")
 
-    def _start(self, num_threads: int, ask: Callable[[int], object]) -> Wait:
-        def call(number: int) -> None:
-            """What a client raises may have its settings in it."""
+    def _call_each(self, num_threads: int, ask: Callable[[int], object]) -> Turn:
+        """For every value, on some threads, each one after the other. What a client raises may have its
+        settings in it."""
+
+        def run(first: int) -> None:
             try:
-                ask(number)
+                for number in range(first, len(self._values), num_threads):
+                    ask(number)
             except PenstockError:
                 raise
             except Exception as error:
                 raise StoreFailed(f"the store's own client failed ({type(error).__name__})") from None
 
-        return start_each(call, len(self._values), self._threads, num_threads)
+        yield
+        started = self._threads.map(run, range(num_threads))
+        yield
+        list(started)
+        yield
 
     def _rename(self) -> None:
         """Other names for the same values, which the store has nothing under; what was there before is

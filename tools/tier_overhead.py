@@ -33,7 +33,7 @@ def serve(tiers: bool, tokens: int, generate: int) -> None:
     engine = build(Config(kv=KvConfig(device_gib=1.0), offload=offload), silent)
     settle_process()
     driver = Driver(engine)
-    driver.wait_ready(silent)
+    driver.wait_ready()
     for number, _ in enumerate(sys.stdin):
         prompt = random_prompts(1, tokens, engine.tokenizer.vocab_size, (7, number))[0]
         started = time.perf_counter()

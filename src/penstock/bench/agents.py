@@ -4,19 +4,17 @@ their form."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
-from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, UrlReplay
-from penstock.bench.report import Column, Results, figure
+from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, UrlReplay, UserReplay
+from penstock.bench.report import Column, Results, Row, figure
 from penstock.bench.run import Driver
 from penstock.bench.trace_files import Asking, RecordedConversation, User, reusable
-from penstock.config import Config
 from penstock.contract import KvSource
-from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
 from penstock.models.progress import Progress
 
@@ -25,10 +23,12 @@ FIRST, LATER, ALL = "first", "later", "all"
 TIERS = (*(tier for tier in KvSource.__slots__ if tier != "computed"), "cached")
 
 
-def _share(tier: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: (
-        f"{100 * row['source'][tier] / max(1, row['prompt_tokens']):.1f}" if row["source"].get(tier) else "-"
-    )
+def _share(tier: str) -> Column:
+    def cell(row: Row) -> str:
+        share = 100 * row["source"].get(tier, 0) / max(1, row["prompt_tokens"])
+        return f"{share:.1f}" if share else "-"
+
+    return Column(f"% {tier}", cell)
 
 
 class AgentsBench:
@@ -45,7 +45,7 @@ class AgentsBench:
         figure("% reused", "reused", 1, 100),
         figure("% reusable", "reusable", 1, 100),
         figure("% of what an infinite cache reuses", "of_reusable", 1, 100),
-        *(Column(f"% {tier}", _share(tier)) for tier in TIERS),
+        *map(_share, TIERS),
         *(
             figure(f"{name} {part} s", f"{name}_s.{part}", 2)
             for name in ("ttft", "latency", "waiting")
@@ -54,96 +54,83 @@ class AgentsBench:
         *(figure(f"between tokens {part} ms", f"between_tokens_ms.{part}", 1) for part in ("p50", "p99")),
         figure("worst overtaken s", "overtaken_s", 2),
         figure("output tok/s", "tokens_per_s", 1),
-        Column("failed", lambda row: f"{row['failed']}" if row["failed"] else "-"),
+        Column("failed", lambda row: f"{row['failed'] or '-'}"),
     )
 
     def __init__(self, asking: Asking, conversations: list[RecordedConversation]) -> None:
         self.settings = asking
         self._conversations = conversations
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        if (longest := self.settings.longest(self._conversations)) > engine.max_model_len:
+    def measure(self, driver: Driver) -> Results:
+        engine, longest = driver.engine, self.settings.longest(self._conversations)
+        if longest > engine.max_model_len:
             raise ConfigError(
                 f"the longest request has {longest} tokens, but the context holds {engine.max_model_len}; "
                 "lower --context"
             )
-        driver = Driver(engine)
-        driver.wait_ready(progress)
-        users = self._users(engine.tokenizer.vocab_size, progress)
+        users = self._users(engine.tokenizer.vocab_size, driver.progress)
         replay = EngineReplay(users, engine, driver.salt)
-        seconds = replay.run(self.settings.limit_s, progress)
+        results = self._replayed(users, replay, driver.config.kv.block_tokens, driver.progress)
         stats = engine.stats()
-        inside = {
-            "retractions": stats.retractions,
-            "steps": stats.steps,
-            "blocked_s": stats.blocked_s,
-            "cache": stats.cache,
-        }
-        return self._results(users, replay.records, seconds, config.kv.block_tokens, inside)
+        for row in results.rows[-1:]:
+            row["engine"] |= {
+                name: getattr(stats, name) for name in ("retractions", "steps", "blocked_s", "cache")
+            }
+        return results
 
     def measure_url(
         self, server: ServerAddress, vocab: int, block_tokens: int, progress: Progress
     ) -> Results:
         users = self._users(vocab, progress)
-        replay = UrlReplay(users, server)
-        seconds = replay.run(self.settings.limit_s, progress)
-        return self._results(users, replay.records, seconds, block_tokens, {})
+        return self._replayed(users, UrlReplay(users, server), block_tokens, progress)
 
     def _users(self, vocab: int, progress: Progress) -> list[User]:
         progress("agents: making prompts", 0, 1)
-        users = self.settings.users_of(self._conversations, vocab)
-        progress("agents: making prompts", 1, 1)
-        return users
+        return self.settings.users_of(self._conversations, vocab)
 
-    def _results(
-        self,
-        users: Sequence[User],
-        records: Sequence[Record],
-        seconds: float,
-        block_tokens: int,
-        inside: dict[str, Any],
+    def _replayed(
+        self, users: Sequence[User], replay: UserReplay, block_tokens: int, progress: Progress
     ) -> Results:
+        seconds = replay.run(self.settings.limit_s, progress)
+        records = replay.records
         done = [record for record in records if record.done]
+        prompts = [record.ask.prompt for record in done]
+        possible = dict(zip(done, reusable(prompts, block_tokens), strict=True))
+        late, num_asks = overtaken(records), sum(len(user.asks) for user in users)
+        rows = [
+            {
+                "turns": turns,
+                "requests": total,
+                **_figures(wanted, possible),
+                "overtaken_s": max((late[record] for record in wanted), default=0.0),
+            }
+            for turns, total, wanted in (
+                (FIRST, len(users), [one for one in records if one.number == 1]),
+                (LATER, num_asks - len(users), [one for one in records if one.number > 1]),
+                (ALL, num_asks, records),
+            )
+        ]
+        output = sum(record.generated for record in records)
+        rows[-1] |= {
+            "seconds": seconds,
+            "output_tokens": output,
+            "tokens_per_s": output / max(seconds, 1e-9),
+            "engine": {},
+            "records": [_as_dict(record, possible.get(record)) for record in records],
+        }
         failed = [
             f"the rest of {one.conversation}: its request {one.number} failed: {one.error}"
             for one in records
             if one.error
         ]
-        late = overtaken(records)
-        possible = dict(
-            zip(done, reusable([record.ask.prompt for record in done], block_tokens), strict=True)
-        )
-        rows = []
-        for turns in (FIRST, LATER, ALL):
-            wanted = [
-                record for record in records if turns == ALL or (record.number == 1) == (turns == FIRST)
-            ]
-            total = sum(
-                turns == ALL or (number == 0) == (turns == FIRST)
-                for user in users
-                for number in range(len(user.asks))
-            )
-            worst = max((late[record] for record in wanted), default=0.0)
-            rows.append(
-                {"turns": turns, "requests": total, **_figures(wanted, possible), "overtaken_s": worst}
-            )
-        output = sum(record.generated for record in records)
-        rows[-1] |= {"seconds": seconds, "output_tokens": output, "tokens_per_s": output / max(seconds, 1e-9)}
-        rows[-1] |= {
-            "engine": inside,
-            "records": [_as_dict(record, possible.get(record)) for record in records],
-        }
         return Results(rows if done else [], failed)
 
-    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
+    def draw(self, axes: Any, rows: list[Row]) -> None:
         """Over time: waiting and running requests, reuse, time to first token."""
         records, seconds = rows[-1]["records"], rows[-1]["seconds"]
         crowd, reuse, ttft = axes
-        for name, spans in (
-            ("waiting", _spans(records, "submit_s", "start_s")),
-            ("running", _spans(records, "start_s", "end_s")),
-        ):
-            crowd.step(*_counts(spans, seconds), where="post", label=name)
+        for name, start, end in (("waiting", "submit_s", "start_s"), ("running", "start_s", "end_s")):
+            crowd.step(*_counts(records, start, end, seconds), where="post", label=name)
         crowd.set_ylabel("requests")
         crowd.legend(fontsize=8)
         told = sorted(
@@ -157,19 +144,14 @@ class AgentsBench:
         reuse.set_ylabel("prompt tokens\nreused so far, %")
         for name, is_first in (("first turns", True), ("later turns", False)):
             dots = [one for one in records if one["first_s"] is not None and (one["number"] == 1) == is_first]
-            ttft.plot(
-                [one["submit_s"] for one in dots],
-                [one["first_s"] - one["submit_s"] for one in dots],
-                ".",
-                markersize=4,
-                label=name,
-            )
+            sent = [one["submit_s"] for one in dots]
+            ttft.plot(sent, [one["first_s"] - one["submit_s"] for one in dots], ".", markersize=4, label=name)
         ttft.set_ylabel("s to first token")
         ttft.set_xlabel("seconds since the start (of a request: when it was sent)")
         ttft.legend(fontsize=8)
 
 
-def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str, Any]:
+def _figures(records: Sequence[Record], possible: dict[Record, int]) -> Row:
     """Of finished requests."""
     done = [record for record in records if record.done]
     source: Counter[str] = Counter()
@@ -177,64 +159,59 @@ def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str
         source.update(record.source or {})
     prompts = sum(len(record.ask.prompt) for record in done)
     could = sum(possible[record] for record in done)
-    told = (
-        sum(len(record.ask.prompt) for record in done if record.source is not None) == prompts and prompts > 0
-    )
-    reused = prompts - source["computed"]
+    reused = prompts - source["computed"] if done and all(record.source for record in done) else None
     gaps = [
-        (late - early) / num
-        for record in done
-        for (early, _), (late, num) in zip(record.token_s, record.token_s[1:], strict=False)
+        1000 * (late - early) / num for record in done for (early, _), (late, num) in pairwise(record.token_s)
     ]
+    spans = {
+        name: [getattr(one, end) - one.submit_s for one in done if getattr(one, end) is not None]
+        for name, end in (("ttft_s", "first_s"), ("latency_s", "end_s"))
+    }
     return {
         "done": len(done),
         "failed": sum(record.error is not None for record in records),
         "prompt_tokens": prompts,
         "source": dict(source),
-        "reused": reused / prompts if told else None,
+        "reused": None if reused is None else reused / prompts,
         "reusable": could / prompts if prompts else None,
-        "of_reusable": reused / could if told and could else None,
-        "ttft_s": percentiles(
-            [record.first_s - record.submit_s for record in done if record.first_s is not None]
-        ),
-        "latency_s": percentiles(
-            [record.end_s - record.submit_s for record in done if record.end_s is not None]
-        ),
+        "of_reusable": None if reused is None or not could else reused / could,
+        **{name: percentiles(taken) for name, taken in spans.items()},
         "waiting_s": percentiles([record.waited_s for record in done if record.waited_s is not None]),
-        "between_tokens_ms": percentiles([1000 * gap for gap in gaps]),
+        "between_tokens_ms": percentiles(gaps),
     }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
-    p50, p95, p99 = (float(one) for one in np.percentile(values, [50, 95, 99]))
+    p50, p95, p99 = np.percentile(values, [50, 95, 99]).tolist()
     return {"p50": p50, "p95": p95, "p99": p99, "max": max(values)}
 
 
 def overtaken(records: Sequence[Record]) -> dict[Record, float]:
     """The worst overtaking of each request, in seconds: how much later a request arrived that got its first
     token sooner. Requests without a first token count as overtaken; requests of the same step do not."""
-    never = float("inf")
+
+    def first_s(record: Record) -> float:
+        return float("inf") if record.first_s is None else record.first_s
+
     found: dict[Record, float] = {}
     latest = 0.0  # latest arrival among requests with an earlier first token
-    in_order = sorted(records, key=lambda one: never if one.first_s is None else one.first_s)
-    for _, together in groupby(in_order, key=lambda one: one.first_s):
+    for _, together in groupby(sorted(records, key=first_s), key=first_s):
         some = list(together)
         found |= {record: max(0.0, latest - record.submit_s) for record in some}
         latest = max(latest, *(record.submit_s for record in some))
     return found
 
 
-def _as_dict(record: Record, possible: int | None) -> dict[str, Any]:
-    start_s = None if record.waited_s is None else record.submit_s + record.waited_s
+def _as_dict(record: Record, possible: int | None) -> Row:
     return {
         "conversation": record.conversation,
         "number": record.number,
         "prompt_tokens": len(record.ask.prompt),
         "output_tokens": record.generated,
         "submit_s": record.submit_s,
-        "start_s": start_s,
+        "start_s": None if record.waited_s is None else record.submit_s + record.waited_s,
         "first_s": record.first_s,
         "end_s": record.end_s,
         "source": record.source,
@@ -243,22 +220,13 @@ def _as_dict(record: Record, possible: int | None) -> dict[str, Any]:
     }
 
 
-def _spans(records: Sequence[dict[str, Any]], start: str, end: str) -> list[tuple[float, float | None]]:
-    """When each was in that state. Where the server does not say when a request started, its first token
-    does."""
-
-    def at(record: dict[str, Any], name: str) -> float | None:
-        found: float | None = record[name]
-        return record["first_s"] if found is None and name == "start_s" else found
-
-    return [(begun, at(record, end)) for record in records if (begun := at(record, start)) is not None]
-
-
-def _counts(spans: Sequence[tuple[float, float | None]], seconds: float) -> tuple[list[float], list[int]]:
-    """How many there were at each moment."""
-    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans if end is not None])
-    times, counts = [0.0], [0]
-    for at_s, change in changes:
-        times.append(at_s)
-        counts.append(counts[-1] + change)
-    return [*times, seconds], [*counts, counts[-1]]
+def _counts(records: list[Row], start: str, end: str, seconds: float) -> tuple[list[float], list[int]]:
+    """How many records there were at each moment between two of their times. Where a server does not say
+    when a request started, its first token does."""
+    times = [{"start_s": one["first_s"]} | {k: v for k, v in one.items() if v is not None} for one in records]
+    begun = [one for one in times if one.get(start) is not None]
+    changes = [(one[start], 1) for one in begun] + [
+        (one[end], -1) for one in begun if one.get(end) is not None
+    ]
+    moments, steps = zip((0.0, 0), *sorted(changes), (seconds, 0), strict=True)
+    return list(moments), list(accumulate(steps))

@@ -1,35 +1,31 @@
 """Replays users against an engine in this process, or an OpenAI-compatible server. Owns who asks when, the
 connections, and what was seen; judges nothing.
 
-Here the calling thread steps the engine and does nothing else. One thread besides submits: the listener of an
-answered request tells it, and it sends that user's next one, at once or after a pause. A server is asked by a
-thread and a connection for each user: `POST /v1/completions`, token ids, streamed.
+Every user is a thread that sends the next request when the last is answered, at once or after a pause. In
+this process the calling thread steps the engine and does nothing else. A server gets a connection for each
+request: `POST /v1/completions`, token ids, streamed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import heapq
 import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from queue import Empty, Queue
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
 from penstock.bench.trace_files import Question, User
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, StepFailed
+from penstock.errors import ConfigError, PenstockError, StepFailed
 from penstock.models.progress import Progress
 
-STAGE = "agents: requests answered"
 IDLE_S = 0.05  # a loop without work looks for its limit this often
 TIMEOUT_S = 600.0  # without a byte from a server
-LOOK_S = 0.2
 _MOST_SHOWN = 300  # characters of a server's error
 
 
@@ -63,111 +59,102 @@ class Record:
         self.token_s.append((now_s, num_tokens))
 
 
-class Agenda:
-    """Who asks next, and when. `answered` and `end` may be called from any thread, the others from the one
-    that sends."""
+class UserReplay:
+    """One run of all users. A user whose request fails asks no more."""
 
-    def __init__(self, users: Sequence[User], clock: Callable[[], float]) -> None:
+    def __init__(self, users: Sequence[User]) -> None:
+        self.error: Exception | None = None  # of the last request that failed
+        self.over = threading.Event()
         self._users = users
-        self._clock = clock
-        self._num_asked = [0] * len(users)
-        self._due: list[tuple[float, int]] = [(0.0, user) for user in range(len(users))]  # a heap
-        self._answered: Queue[tuple[float, int] | None] = Queue()
-        self._num_left = sum(len(user.asks) for user in users)  # to be sent
-        self._ended = False
+        self._lock = threading.Lock()  # records do not change while they are read
+        self._records: list[Record] = []
+        self._num_asking = len(users)
+        self._start_s = 0.0
 
-    def answered(self, user: int, now_s: float) -> None:
-        self._answered.put((now_s, user))
+    def ask(self, record: Record) -> None:
+        """Block until the request is answered."""
+        raise NotImplementedError
 
-    def end(self) -> None:
-        """No user asks any more."""
-        self._ended = True
-        self._answered.put(None)
+    def meanwhile(self) -> None:
+        """What the thread that runs the replay does, again and again."""
+        time.sleep(IDLE_S)
 
-    def wait_next(self) -> tuple[int, int] | None:
-        """Block until a request is due: its user, and its number from 0 on. None: no user asks any more."""
-        while self._num_left and not self._ended:
-            due_s = self._due[0][0] - self._clock() if self._due else None
-            if due_s is not None and due_s <= 0:
-                return self._take()
-            with contextlib.suppress(Empty):
-                self._schedule(self._answered.get(timeout=due_s))
-        return None
-
-    def _schedule(self, answered: tuple[float, int] | None) -> None:
-        if answered is None:
-            return
-        now_s, user = answered
-        if (number := self._num_asked[user]) < len(asks := self._users[user].asks):
-            heapq.heappush(self._due, (now_s + asks[number].think_s, user))
-
-    def _take(self) -> tuple[int, int]:
-        _, user = heapq.heappop(self._due)
-        number = self._num_asked[user]
-        self._num_asked[user] += 1
-        self._num_left -= 1
-        return user, number
-
-
-class EngineReplay:
-    """One run of all users. `records` are in order of submission."""
-
-    def __init__(self, users: Sequence[User], engine: Engine, salt: str) -> None:
-        self.records: list[Record] = []
-        self._users = users
-        self._engine = engine
-        self._salt = salt
-        self._agenda = Agenda(users, self.now_s)
-        self._num_all = self._num_open = sum(len(user.asks) for user in users)  # open: not answered
-        self._start_s = time.perf_counter()
-        self._turn_s: float | None = None  # tokens of one step have come at the same time
-        self._error: BaseException | None = None
+    @property
+    def records(self) -> list[Record]:
+        """In order of submission."""
+        with self._lock:
+            return sorted(self._records, key=lambda record: record.submit_s)
 
     def now_s(self) -> float:
         return time.perf_counter() - self._start_s
 
     def run(self, limit_s: float | None, progress: Progress) -> float:
-        """Until all requests are answered, or for `limit_s`; returns the seconds. The engine's close ends
-        open requests."""
+        """Until all are answered or have failed, or for `limit_s`; returns the seconds that it took."""
         self._start_s = time.perf_counter()
-        thread = threading.Thread(target=self._submit_all, name="bench-users", daemon=True)
-        thread.start()
-        told = -1
-        while self._num_open and self._error is None and (limit_s is None or self.now_s() < limit_s):
-            self.step()
-            if told != self._num_open:
-                told = self._num_open
-                progress(STAGE, self._num_all - told, self._num_all)
-        end_s = self.now_s()
-        self._agenda.end()
-        thread.join()
-        if self._error is not None:
-            raise self._error
-        return end_s
+        for user in self._users:
+            threading.Thread(target=self._replay, args=(user,), name="bench-user", daemon=True).start()
+        total, told = sum(len(user.asks) for user in self._users), -1
+        try:
+            while self._num_asking and (limit_s is None or self.now_s() < limit_s):
+                self.meanwhile()
+                if told != len(self._records):
+                    told = len(self._records)
+                    progress("agents: requests answered", sum(one.done for one in self.records), total)
+        finally:
+            end_s = self.now_s()
+            with self._lock:
+                self.over.set()
+        ends = [record.end_s for record in self.records if record.end_s is not None]
+        return end_s if self._num_asking else max(ends, default=end_s)
 
-    def step(self) -> None:
-        """One turn of the engine."""
+    def _replay(self, user: User) -> None:
+        for number, ask in enumerate(user.asks, 1):
+            if self.over.wait(ask.think_s):
+                return
+            record, error = Record(user.conversation, number, ask, self.now_s()), None
+            with self._lock:
+                self._records.append(record)
+            try:
+                self.ask(record)
+            except (PenstockError, ServerRefused, OSError, http.client.HTTPException) as failure:
+                error = failure
+            with self._lock:
+                if self.over.is_set():
+                    return
+                record.end_s = record.end_s or self.now_s()
+                if error is not None:
+                    self.error, record.error = error, str(error) or type(error).__name__
+                    break
+        with self._lock:
+            self._num_asking -= 1
+
+
+class EngineReplay(UserReplay):
+    """Asks an engine, and steps it."""
+
+    def __init__(self, users: Sequence[User], engine: Engine, salt: str) -> None:
+        super().__init__(users)
+        self._engine = engine
+        self._salt = salt
+        self._turn_s: float | None = None  # tokens of one step have come at the same time
+
+    def run(self, limit_s: float | None, progress: Progress) -> float:
+        seconds = super().run(limit_s, progress)
+        if self.error is not None:
+            raise self.error
+        return seconds
+
+    def meanwhile(self) -> None:
+        if self.error is not None:
+            raise self.error
         self._turn_s = None
         if not self._engine.step():
             self._engine.wait_work(IDLE_S)
 
-    def _submit_all(self) -> None:
-        try:
-            while (due := self._agenda.wait_next()) is not None:
-                self._submit(*due)
-        except BaseException as error:
-            self._error = error
+    def ask(self, record: Record) -> None:
+        """The engine's close ends requests that are open then."""
+        ended: Future[TokenEvent] = Future()
 
-    def _submit(self, user: int, number: int) -> None:
-        asked = self._users[user]
-        ask = asked.asks[number]
-        record = Record(asked.conversation, number + 1, ask, self.now_s())
-        self.records.append(record)
-        sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
-        prompt = cast(Sequence[int], ask.prompt)  # as the engine takes it
-        self._engine.submit(prompt, sampling, self._listener(user, record), cache_salt=self._salt)
-
-    def _listener(self, user: int, record: Record) -> Callable[[TokenEvent], None]:
         def listen(event: TokenEvent) -> None:
             if self._turn_s is None:
                 self._turn_s = self.now_s()
@@ -175,15 +162,15 @@ class EngineReplay:
                 record.came(self._turn_s, len(event.tokens))
             if event.source is not None:
                 record.source, record.waited_s = asdict(event.source), event.waited_s
-            if event.finish is FinishReason.LENGTH:
+            if event.finish is not None:
                 record.end_s = self._turn_s
-                self._num_open -= 1
-                self._agenda.answered(user, self._turn_s)
-            elif event.finish is not None:
-                record.error = event.error or f"a request ended early: {event.finish}"
-                self._error = StepFailed(record.error)
+                ended.set_result(event)
 
-        return listen
+        sampling = SamplingParams(max_tokens=record.ask.max_tokens, temperature=0.0, ignore_eos=True)
+        prompt = cast(Sequence[int], record.ask.prompt)  # as the engine takes it
+        self._engine.submit(prompt, sampling, listen, cache_salt=self._salt)
+        if (event := ended.result()).finish is not FinishReason.LENGTH:
+            raise StepFailed(event.error or f"a request ended early: {event.finish}")
 
 
 # -------------------------------------------------------------------------------------------------- over HTTP
@@ -217,87 +204,33 @@ class ServerRefused(Exception):
     """The server's answer is an error, or no answer."""
 
 
-class UrlReplay:
-    """One run of all users, each on a thread and a connection of its own. A user whose request fails asks no
-    more."""
+class UrlReplay(UserReplay):
+    """Asks a server."""
 
     def __init__(self, users: Sequence[User], server: ServerAddress) -> None:
-        self._users = users
+        super().__init__(users)
         self._server = server
         self._parts = server.parts()
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._records: list[Record] = []
-        self._ignore_eos = True  # an extension of the API that most servers have
-        self._start_s = 0.0
+        self._extensions: dict[str, Any] = {"ignore_eos": True}  # that most servers have
 
-    @property
-    def records(self) -> list[Record]:
-        with self._lock:
-            return sorted(self._records, key=lambda record: record.submit_s)
-
-    def now_s(self) -> float:
-        return time.perf_counter() - self._start_s
-
-    def run(self, limit_s: float | None, progress: Progress) -> float:
-        """Until all are answered or have failed, or for `limit_s`; returns the seconds that it took."""
-        total = sum(len(user.asks) for user in self._users)
-        self._start_s = time.perf_counter()
-        threads = [
-            threading.Thread(target=self._replay, args=(user,), name="bench-user", daemon=True)
-            for user in self._users
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive() and (limit_s is None or self.now_s() < limit_s):
-                thread.join(LOOK_S)
-                progress(STAGE, sum(record.done for record in self.records), total)
-        end_s = self.now_s()
-        with self._lock:  # records do not change while they are read
-            self._over.set()
-        done = [record.end_s for record in self.records if record.end_s is not None]
-        return end_s if limit_s is not None and end_s >= limit_s else max(done, default=end_s)
-
-    def _replay(self, user: User) -> None:
-        for number, ask in enumerate(user.asks, 1):
-            if self._over.wait(ask.think_s):
-                return
-            body = self._body(user, ask)
-            record = Record(user.conversation, number, ask, self.now_s())
-            failure = None
-            with self._lock:
-                self._records.append(record)
-            try:
-                self._ask(record, body)
-            except (ServerRefused, OSError, http.client.HTTPException) as error:
-                failure = str(error) or type(error).__name__
-            with self._lock:
-                if not self._over.is_set():
-                    record.end_s, record.error = self.now_s(), failure
-            if failure is not None:
-                return
-
-    def _body(self, user: User, ask: Question) -> dict[str, Any]:
+    def ask(self, record: Record) -> None:
         body: dict[str, Any] = {
             "model": self._server.model,
-            "prompt": ask.prompt.tolist(),
-            "max_tokens": ask.max_tokens,
+            "prompt": record.ask.prompt.tolist(),
+            "max_tokens": record.ask.max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if self._server.hints:
-            body |= {"prompt_cache_key": user.conversation, "session_id": user.conversation}
-        return body
-
-    def _ask(self, record: Record, body: dict[str, Any]) -> None:
+            body |= {"prompt_cache_key": record.conversation, "session_id": record.conversation}
+        record.submit_s = self.now_s()
         try:
-            self._stream(record, body | ({"ignore_eos": True} if self._ignore_eos else {}))
+            self._stream(record, body | self._extensions)
         except ServerRefused as error:
             if record.first_s is not None or "ignore_eos" not in str(error):
                 raise
-            self._ignore_eos = False
+            self._extensions = {}
             self._stream(record, body)
 
     def _stream(self, record: Record, body: dict[str, Any]) -> None:
@@ -315,7 +248,7 @@ class UrlReplay:
                     f"{answer.status}: {answer.read(4096).decode(errors='replace')[:_MOST_SHOWN]}"
                 )
             for event in _events(answer):
-                if self._over.is_set():
+                if self.over.is_set():
                     return
                 self._take_in(record, event)
         finally:
@@ -352,11 +285,11 @@ def source_of(usage: dict[str, Any], num_prompt: int) -> dict[str, int] | None:
 def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     """What the server sends, until it says that it is done."""
     for line in answer:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
+        data = line.removeprefix(b"data:").strip()
         if data == b"[DONE]":
             return
+        if not line.startswith(b"data:"):
+            continue
         try:
             event = json.loads(data)
         except ValueError:

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.report import Column, Results, draw_bars, figure
-from penstock.bench.run import WARM_UP, Driver, Stepped, blocks_for, random_prompts, runs, shortage
-from penstock.config import GIB, Config
-from penstock.engine.engine import Engine
+from penstock.bench.report import Column, Results, Row, draw_points, figure
+from penstock.bench.run import WARM_UP, Driver, Skipped, Stepped, measure_each, runs
+from penstock.config import GIB
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.models.progress import Progress
 
 STEADY = 8  # turns before anything is restored
 MOST_TOKENS = 16384  # of one returning prompt: several make up the bytes
+PROMPT_TOKENS = 128  # of requests that decode beside a restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,83 +42,67 @@ class DecodeBench:
         figure("steps", "num_steps"),
     )
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        results = Results([], [])
-        for batch in self.batches:
-            refusal = self._refusal(batch, engine, config)
-            if refusal is None:
-                taken = self._runs(Driver(engine), batch, progress)
-                if all(taken):
-                    results.rows.append(_row(batch, taken))
-                    continue
-                refusal = (
+    def measure(self, driver: Driver) -> Results:
+        return measure_each(self.batches, "batch {}", lambda batch: self._row(driver, batch))
+
+    def _row(self, driver: Driver, batch: int) -> Row:
+        length, longest = self.prompt_tokens + self.tokens, driver.engine.max_model_len
+        if length > longest:
+            raise Skipped(f"{length} tokens per request exceed the context of {longest}")
+        if batch > (most := driver.config.engine.max_batch):
+            raise Skipped(f"only {most} requests run at once; raise --max-batch")
+        driver.require_room({"device": batch * driver.blocks(length)})
+        taken = []
+        for run in runs(f"decode, batch {batch}", self.repeat, driver.progress):
+            for prompt in driver.prompts(batch, self.prompt_tokens, self.seed, batch, run):
+                driver.submit(prompt, self.tokens)
+            times_ms = 1000 * np.array(steady_times(driver.run_all(), batch))
+            if not len(times_ms):
+                raise Skipped(
                     "the first request finished before the last prompt was done; raise --tokens or "
                     "--prefill-chunk"
                 )
-            results.skipped.append(f"batch {batch}: {refusal}")
-        return results
+            taken.append(times_ms)
+        del taken[WARM_UP]
+        steps_ms = np.concatenate(taken)
+        mean_ms = float(steps_ms.mean())
+        return {
+            "batch": batch,
+            "num_steps": len(steps_ms),
+            "step_ms": {
+                "median": float(np.median(steps_ms)),
+                "mean": mean_ms,
+                "p99": float(np.percentile(steps_ms, 99)),
+                "min": float(steps_ms.min()),
+            },
+            "median_ms_by_run": [float(np.median(run)) for run in taken],
+            "tokens_per_s": batch / mean_ms * 1000,
+        }
 
-    def _refusal(self, batch: int, engine: Engine, config: Config) -> str | None:
-        length = self.prompt_tokens + self.tokens
-        if length > engine.max_model_len:
-            return f"{length} tokens per request exceed the context of {engine.max_model_len}"
-        if batch > config.engine.max_batch:
-            return f"only {config.engine.max_batch} requests run at once; raise --max-batch"
-        return shortage("device", batch * blocks_for(length, config), engine, config)
-
-    def _runs(self, driver: Driver, batch: int, progress: Progress) -> list[list[float]]:
-        """Steady step times in seconds, by run."""
-        taken = []
-        for run in runs(f"decode, batch {batch}", self.repeat, progress):
-            for prompt in random_prompts(
-                batch, self.prompt_tokens, driver.engine.tokenizer.vocab_size, (self.seed, batch, run)
-            ):
-                driver.submit(prompt, self.tokens)
-            times = steady_times(driver.run_all(), batch)
-            if run != WARM_UP:
-                taken.append(times)
-        return taken
-
-    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        batches = [row["batch"] for row in rows]
-        for name, style in (("median", "o-"), ("p99", "o:")):
-            axes.plot(batches, [row["step_ms"][name] for row in rows], style, label=f"step, {name}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [str(batch) for batch in batches])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("requests at once")
-        axes.set_ylabel("ms per decode step")
-        axes.legend()
+    def draw(self, axes: Any, rows: list[Row]) -> None:
+        points = [(name, row["batch"], row["step_ms"][name]) for row in rows for name in ("median", "p99")]
+        draw_points(axes, points, "requests at once", "ms per decode step")
 
 
 def steady_times(turns: Sequence[Stepped], batch: int) -> list[float]:
     """Seconds between turns in which every request got exactly one token and none finished, the turn before
     being such a one, too."""
-    steady = [turn.num_tokens == batch and turn.num_finished == 0 for turn in turns]
-    return [turns[i].end_s - turns[i - 1].end_s for i in range(1, len(turns)) if steady[i] and steady[i - 1]]
-
-
-def _row(batch: int, taken: list[list[float]]) -> dict[str, Any]:
-    times_ms = np.concatenate(taken) * 1000
-    mean_ms = float(times_ms.mean())
-    return {
-        "batch": batch,
-        "num_steps": len(times_ms),
-        "step_ms": {
-            "median": float(np.median(times_ms)),
-            "mean": mean_ms,
-            "p99": float(np.percentile(times_ms, 99)),
-            "min": float(times_ms.min()),
-        },
-        "median_ms_by_run": [float(np.median(run)) * 1000 for run in taken],
-        "tokens_per_s": batch / mean_ms * 1000,
-    }
+    full = batch, 0
+    return [
+        later.end_s - earlier.end_s for earlier, later in pairwise(turns) if earlier[1:] == later[1:] == full
+    ]
 
 
 # ------------------------------------------------------------------------------------------- beside a restore
 
-ALONE, RESTORING = "alone_ms", "restoring_ms"
-CASES = {ALONE: "alone", RESTORING: "while KV comes back"}
+CASES = {"alone_ms": "alone", "restoring_ms": "while KV comes back"}
+
+
+def _column(name: str) -> Column:
+    def cell(row: Row) -> str:
+        return "{median:.3f} / {p99:.3f}".format(**row[f"{name}_ms"])
+
+    return Column(f"{name} median / p99 ms", cell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,77 +119,65 @@ class RestoreBench:
     name = "restore"
     columns = (
         figure("batch", "batch"),
-        Column(
-            "alone median / p99 ms",
-            lambda row: f"{row['alone_ms']['median']:.3f} / {row['alone_ms']['p99']:.3f}",
-        ),
-        Column(
-            "restoring median / p99 ms",
-            lambda row: f"{row['restoring_ms']['median']:.3f} / {row['restoring_ms']['p99']:.3f}",
-        ),
+        _column("alone"),
+        _column("restoring"),
         figure("p99 ratio", "p99_ratio", 3),
         figure("GiB restored", "restored_gib", 2),
         figure("blocks promoted", "promoted_blocks"),
     )
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        results = Results([], [])
-        driver = Driver(engine)
-        driver.wait_ready(progress)
-        returning = self._returning(engine, config)
-        if not returning:
-            raise ConfigError(
-                f"--gib {self.gib:g} is less than one KV block of {engine.arena.layout.block_bytes} bytes"
-            )
-        needed = sum(blocks_for(len(prompt) + 1, config) for prompt in returning)
-        beside = max(self.batches) * blocks_for(128 + self.tokens, config)
-        refusal = shortage("device", needed + beside, engine, config) or shortage(
-            "host", needed, engine, config
-        )
-        if refusal is not None:
-            results.skipped.append(
-                f"{self.gib:g} GiB and {max(self.batches)} requests beside them: {refusal}"
-            )
-            return results
-        for batch in self.batches:
-            results.rows.append(self._row(driver, batch, returning, progress))
-        return results
-
-    def _returning(self, engine: Engine, config: Config) -> list[list[int]]:
+    def measure(self, driver: Driver) -> Results:
+        engine, block_tokens = driver.engine, driver.config.kv.block_tokens
         block_bytes = engine.cache.saves.layout.block_bytes
-        num_tokens = int(self.gib * GIB / block_bytes) * config.kv.block_tokens
-        most = min(MOST_TOKENS, (engine.max_model_len - 1) // config.kv.block_tokens * config.kv.block_tokens)
-        lengths = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]
-        vocab = engine.tokenizer.vocab_size
-        return [random_prompts(1, length, vocab, (self.seed, 1, i))[0] for i, length in enumerate(lengths)]
+        num_tokens = int(self.gib * GIB / block_bytes) * block_tokens
+        if not num_tokens:
+            raise ConfigError(f"--gib {self.gib:g} is less than one KV block of {block_bytes} bytes")
+        most = min(MOST_TOKENS, (engine.max_model_len - 1) // block_tokens * block_tokens)
+        returning = [
+            driver.prompts(1, min(most, num_tokens - first), self.seed, 1, first // most)[0]
+            for first in range(0, num_tokens, most)
+        ]
+        needed = sum(driver.blocks(len(prompt) + 1) for prompt in returning)
+        largest = max(self.batches)
+        beside = largest * driver.blocks(PROMPT_TOKENS + self.tokens)
+        try:
+            driver.require_room({"device": needed + beside, "host": needed})
+        except Skipped as why:
+            return Results([], [f"{self.gib:g} GiB and {largest} requests beside them: {why}"])
+        return Results([self._row(driver, batch, returning) for batch in self.batches], [])
 
-    def _row(
-        self, driver: Driver, batch: int, returning: list[list[int]], progress: Progress
-    ) -> dict[str, Any]:
+    def _row(self, driver: Driver, batch: int, returning: list[list[int]]) -> Row:
         driver.reset_cache()
         for prompt in returning:
             driver.submit(prompt, 1)
         driver.run_all()
         times: dict[str, list[float]] = {case: [] for case in CASES}
         promoted = 0
-        for run in runs(f"restore, batch {batch}", self.repeat, progress):
-            for case in CASES:
+        for run in runs(f"restore, batch {batch}", self.repeat, driver.progress):
+            for case, taken in times.items():
                 driver.flush()
                 driver.reset_cache("device")
                 before = driver.engine.stats().cache["promoted"]
-                found = self._run(driver, batch, run, returning if case == RESTORING else [])
+                found = self._run(driver, batch, run, returning if case == "restoring_ms" else [])
                 promoted = driver.engine.stats().cache["promoted"] - before
-                if run != WARM_UP:
-                    times[case] += found
-        if promoted != sum(len(prompt) for prompt in returning) // driver.engine.cache.block_tokens:
+                taken += found if run != WARM_UP else []
+        if promoted != sum(map(len, returning)) // driver.engine.cache.block_tokens:
             raise InvariantBroken(f"{promoted} blocks were promoted, which is not what was to return")
-        return _summary(batch, times, promoted, self.gib)
+        figures: dict[str, dict[str, float]] = {}
+        for case, taken in times.items():
+            p50, p90, p99 = (np.percentile(taken, (50, 90, 99)) * 1000).tolist()
+            figures[case] = {"median": p50, "p90": p90, "p99": p99, "steps": len(taken)}
+        return {
+            "batch": batch,
+            **figures,
+            "p99_ratio": figures["restoring_ms"]["p99"] / figures["alone_ms"]["p99"],
+            "restored_gib": self.gib,
+            "promoted_blocks": promoted,
+        }
 
     def _run(self, driver: Driver, batch: int, run: int, returning: list[list[int]]) -> list[float]:
         """Seconds between tokens of the batch, from its steady state to its first end."""
-        for prompt in random_prompts(
-            batch, 128, driver.engine.tokenizer.vocab_size, (self.seed, 2, batch, run, len(returning))
-        ):
+        for prompt in driver.prompts(batch, PROMPT_TOKENS, self.seed, 2, batch, run, len(returning)):
             driver.submit(prompt, self.tokens)
         turns: list[Stepped] = []
         while len(turns) < STEADY:
@@ -222,30 +193,17 @@ class RestoreBench:
             submitted = pool.submit(lambda: [driver.submit(prompt, 1) for prompt in returning])
             while True:
                 turn = driver.turn()
-                if turn.num_finished > len(returning) or (
-                    turn.num_finished and turn.num_tokens - turn.num_finished < batch
-                ):
+                ended = turn.num_finished
+                if ended > len(returning) or (ended and turn.num_tokens - ended < batch):
                     break
                 turns.append(turn)
             submitted.result()
         driver.run_all()
-        kept = [turn for turn in turns if turn.num_tokens >= batch]
-        return [later.end_s - earlier.end_s for earlier, later in pairwise(kept)]
+        kept = [turn.end_s for turn in turns if turn.num_tokens >= batch]
+        return [later - earlier for earlier, later in pairwise(kept)]
 
-    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        bars = {f"p99, {name}": [row[case]["p99"] for row in rows] for case, name in CASES.items()}
-        draw_bars(axes, [str(row["batch"]) for row in rows], bars, "%.2f")
-        axes.set_xlabel("requests at once")
-        axes.set_ylabel("ms between tokens")
-
-
-def _summary(batch: int, times: dict[str, list[float]], promoted: int, gib: float) -> dict[str, Any]:
-    figures = {}
-    for case in CASES:
-        in_ms = np.array(times[case]) * 1000
-        percentiles = {"median": 50, "p90": 90, "p99": 99}
-        figures[case] = {
-            label: float(np.percentile(in_ms, percent)) for label, percent in percentiles.items()
-        } | {"steps": len(in_ms)}
-    ratio = figures[RESTORING]["p99"] / figures[ALONE]["p99"]
-    return {"batch": batch, **figures, "p99_ratio": ratio, "restored_gib": gib, "promoted_blocks": promoted}
+    def draw(self, axes: Any, rows: list[Row]) -> None:
+        points = [
+            (f"p99, {name}", row["batch"], row[case]["p99"]) for case, name in CASES.items() for row in rows
+        ]
+        draw_points(axes, points, "requests at once", "ms between tokens")

@@ -10,7 +10,7 @@ import datetime
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import psutil
-from rich.cells import cell_len
 from rich.console import Console
 from rich.control import strip_control_codes
 from rich.measure import Measurement
@@ -31,23 +30,25 @@ from penstock.errors import ConfigError
 
 MOST_COLUMNS = 9
 
+Row = dict[str, Any]
+
 
 class Results(NamedTuple):
     """One row per size measured, and a sentence for each one that could not be."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     skipped: list[str]
 
 
 class Column(NamedTuple):
     title: str
-    cell: Callable[[dict[str, Any]], str]
+    cell: Callable[[Row], str]
 
 
 def figure(title: str, path: str, digits: int = 0, factor: float = 1.0) -> Column:
     """A column with the number at `path` of a row, such as `step_ms.median`; "-" if there is none."""
 
-    def cell(row: dict[str, Any]) -> str:
+    def cell(row: Row) -> str:
         found: Any = row
         for name in path.split("."):
             found = None if found is None else found.get(name)
@@ -65,7 +66,7 @@ class Shown(Protocol):
     @property
     def columns(self) -> tuple[Column, ...]: ...
 
-    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
+    def draw(self, axes: Any, rows: list[Row]) -> None:
         """Onto matplotlib's axes."""
 
 
@@ -133,30 +134,23 @@ def print_table(
     """On stdout: figures to the right, the first `left` columns to the left. No figure is ever cut. If the
     terminal is too narrow, or stdout is no terminal, this is plain text as wide as it has to be."""
     console = Console()
-    lines = [[strip_control_codes(cell) for cell in line] for line in lines]
     # a model's name is no markup
-    drawn = Table(title=None if title is None else Text(title, "table.title"), title_justify="left")
+    table = Table(title=None if title is None else Text(strip_control_codes(title)), title_justify="left")
     for number, name in enumerate(titles):
-        drawn.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if number < left else "right", no_wrap=True)
     for line in lines:
-        drawn.add_row(*map(Text, line))
-    if (
-        console.is_terminal
-        and Measurement.get(console, console.options.update(max_width=1 << 16), drawn).maximum
-        <= console.width
-    ):
-        console.print(drawn)
+        table.add_row(*(Text(strip_control_codes(cell)) for cell in line))
+    wide = console.options.update(max_width=1 << 16)
+    if console.is_terminal and Measurement.get(console, wide, table).maximum <= console.width:
+        console.print(table)
         return
     if title is not None:
         print(strip_control_codes(title))
-    widths = [max(cell_len(line[at]) for line in (titles, *lines)) for at in range(len(titles))]
-    for line in (titles, *lines):
-        padded = [" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True)]
-        cells = [
-            cell + pad if at < left else pad + cell
-            for at, (cell, pad) in enumerate(zip(line, padded, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    table.title, table.box, table.pad_edge, table.padding = None, None, False, (0, 2, 0, 0)
+    plain = Console(width=1 << 16, color_system=None, force_terminal=False)
+    with plain.capture() as drawn:
+        plain.print(table)
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 # --------------------------------------------------------------------------------------------------- pictures
@@ -202,6 +196,29 @@ def draw_bars(
         axes.bar_label(drawn, fmt=form, fontsize=size)
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(fontsize=8)
+
+
+def draw_points(
+    axes: Any,
+    points: Iterable[tuple[str, object, float | None]],
+    xlabel: str,
+    ylabel: str,
+    log: bool = False,
+    size: int = 7,
+) -> None:
+    """Bars for (series, group, height), in order of appearance."""
+    bars: dict[str, dict[object, float | None]] = {}
+    for series, group, height in points:
+        bars.setdefault(series, {})[group] = height
+    groups = list(dict.fromkeys(group for known in bars.values() for group in known))
+    heights = {series: [known.get(group) for group in groups] for series, known in bars.items()}
+    draw_bars(axes, [str(group) for group in groups], heights, size=size)
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter("")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
 
 
 # ------------------------------------------------------------------------------------------------ the machine

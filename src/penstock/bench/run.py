@@ -1,5 +1,5 @@
-"""Tools for measurements: random prompts, an engine driven from the calling thread, a temporary directory.
-Owns the clock of a measurement, not the measurement."""
+"""What measurements have in common: random prompts, an engine driven from the calling thread, sizes that do
+not fit, a temporary directory. Owns the clock of a measurement, not the measurement."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from penstock.bench.report import Results, Shown
+from penstock.bench.report import Results, Row, Shown
 from penstock.config import GIB, Config, ResidencyName
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import slot_bytes
-from penstock.models.progress import Progress
+from penstock.models.progress import Progress, silent
 
 RESET_POLL_S = 0.001
 TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
@@ -42,29 +41,25 @@ SHARED = "remote"
 WARM_UP = 0  # number of the run that is not measured
 SSD_FILES = 300  # more than the disk tier divides itself into; each has a sector of its own
 
+CONFIG = Config()
+
 T = TypeVar("T")
 
 
 class Bench(Shown, Protocol):
     """One kind of measurement that needs an engine."""
 
-    def measure(self, engine: Engine, config: Config, progress: Progress) -> Results: ...
+    def measure(self, driver: Driver) -> Results: ...
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What all requests of a driver got since it was last cleared; counting here keeps a turn's own cost out
-    of the measurement."""
-
-    num_tokens: int = 0
-    ended: list[TokenEvent] = field(default_factory=list)
+# ------------------------------------------------------------------------------------------ driving an engine
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
     """Listens to one request."""
 
-    tally: _Tally
+    driver: Driver
     submitted_s: float
     tokens: list[int] = field(default_factory=list)
     first_s: float | None = None
@@ -73,12 +68,11 @@ class Reader:
     def __call__(self, event: TokenEvent) -> None:
         if event.tokens and self.first_s is None:
             self.first_s = time.perf_counter()
-        if event.source is not None:
-            self.source = event.source
+        self.source = event.source or self.source
         self.tokens.extend(event.tokens)
-        self.tally.num_tokens += len(event.tokens)
+        self.driver.num_tokens += len(event.tokens)
         if event.finish is not None:
-            self.tally.ended.append(event)
+            self.driver.ended.append(event)
 
     @property
     def ttft_s(self) -> float:
@@ -96,57 +90,59 @@ class Stepped(NamedTuple):
 
 
 class Driver:
-    """Steps an engine that no other thread steps. Its requests have a salt of their own, so that nothing of
-    an earlier run is found."""
+    """Steps an engine that no other thread steps, and knows its `config`. Its requests have a salt of their
+    own, so that nothing of an earlier run is found."""
 
-    def __init__(self, engine: Engine, salt: str | None = None) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Engine, config: Config = CONFIG, progress: Progress = silent, salt: str | None = None
+    ) -> None:
+        self.engine, self.config, self.progress = engine, config, progress
         self.salt = secrets.token_hex(8) if salt is None else salt
+        # what its requests got in the current turn; counted here, so that a turn's own cost is not measured
+        self.num_tokens = 0
+        self.ended: list[TokenEvent] = []
         self._num_submitted = 0  # written by the submitting thread, one at a time
         self._num_ended = 0  # written by who steps
-        self._tally = _Tally()
+
+    def prompts(self, num: int, num_tokens: int, *seed: int) -> list[list[int]]:
+        return random_prompts(num, num_tokens, self.engine.tokenizer.vocab_size, seed)
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, residency: ResidencyName | None = None
     ) -> Reader:
         """Greedy, and to the full length: what the model would like does not change the work."""
-        reader = Reader(self._tally, time.perf_counter())
+        reader = Reader(self, time.perf_counter())
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self.engine.submit(prompt, sampling, reader, cache_salt=self.salt, residency=residency)
         self._num_submitted += 1
         return reader
 
-    @property
-    def _num_open(self) -> int:
-        return self._num_submitted - self._num_ended
-
     def turn(self) -> Stepped:
-        tally = self._tally
-        tally.num_tokens, tally.ended = 0, []
+        self.num_tokens, self.ended = 0, []
         moved = self.engine.step()
         end_s = time.perf_counter()
-        self._num_ended += len(tally.ended)
-        for event in tally.ended:
+        self._num_ended += len(self.ended)
+        for event in self.ended:
             if event.finish is not FinishReason.LENGTH:
                 raise StepFailed(event.error or f"a request ended early: {event.finish}")
-        if not moved and self._num_open:
+        num_open = self._num_submitted - self._num_ended
+        if not moved and num_open:
             if not self.engine.is_transferring():
-                raise InvariantBroken(f"the engine has nothing to do, but {self._num_open} requests are open")
+                raise InvariantBroken(f"the engine has nothing to do, but {num_open} requests are open")
             self.engine.wait_work(TRANSFER_WAIT_S)
-        return Stepped(end_s, tally.num_tokens, len(tally.ended))
+        return Stepped(end_s, self.num_tokens, len(self.ended))
 
     def run_all(self) -> list[Stepped]:
         """Until every request has ended and the engine is idle."""
         turns: list[Stepped] = []
-        while self._num_open or self.engine.has_work():
+        while self._num_submitted > self._num_ended or self.engine.has_work():
             turns.append(self.turn())
         return turns
 
     def reset_cache(self, *tiers: str) -> int:
         """Forget all blocks in `tiers`; by default in all tiers but a shared store."""
         own = tuple(tier for tier in self.engine.tiers if tier != SHARED)
-        evicted = self._ask(lambda: self.engine.reset_cache(tiers or own))
-        return sum(evicted.values())
+        return sum(self._ask(lambda: self.engine.reset_cache(tiers or own)).values())
 
     def flush(self, level: FlushLevel = "visible") -> None:
         """Block until computed blocks can be found in colder tiers; at `persisted`, in all of them."""
@@ -159,7 +155,7 @@ class Driver:
             self.engine.step()
             self.engine.wait_work(RESET_POLL_S)
 
-    def wait_ready(self, progress: Progress) -> None:
+    def wait_ready(self) -> None:
         """Block until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the
         first requests. Raises ConfigError if some of it cannot be pinned: the measurement would not be the
         requested one."""
@@ -174,13 +170,52 @@ class Driver:
                     f"{num_unready} of {host.num_slots} blocks of host memory cannot be pinned: ask for "
                     "less of it"
                 )
-            progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
+            self.progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
             self.engine.step()
             time.sleep(READY_POLL_S)
 
+    def blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.kv.block_tokens)
+
+    def require_room(self, needs: dict[str, int], *said: str) -> None:
+        """So many KV blocks must fit together into each empty tier. Raises Skipped, also with what was `said`
+        before."""
+        found = [*said, *filter(None, (self._shortage(tier, num) for tier, num in needs.items()))]
+        if found:
+            raise Skipped("; ".join(found))
+
+    def _shortage(self, tier: str, needed: int) -> str | None:
+        """What is short, and what would help. A shared store is assumed to have room."""
+        kv, folder, block_bytes = (
+            self.config.kv,
+            self.config.offload.ssd_dir,
+            self.engine.arena.layout.block_bytes,
+        )
+        num_bytes = needed * block_bytes
+        if tier == "ssd" and folder is not None:
+            num_bytes = (needed + 1) * slot_bytes(block_bytes) + SSD_FILES * SECTOR_BYTES + LOCK_BYTES
+            if num_bytes > (free := shutil.disk_usage(folder).free):
+                room = f"{free / GIB:.2f} are free"
+                return f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {room}"
+        there = sum(self.engine.stats().kv_blocks.get(tier, {}).values())
+        if tier == SHARED or needed <= there:
+            return None
+        place, flag = {
+            "device": ("on the device", "--device-kv-gib"),
+            "host": ("in host memory", "--kv-offload-host-gib"),
+            "ssd": ("on the disk", "--kv-offload-ssd-gib"),
+        }[tier]
+        would_do = f"{flag} {float(f'{1.006 * num_bytes / GIB:.3g}'):g}"  # rounded up to three digits
+        if tier == "device" and kv.device_blocks is not None:
+            would_do = f"--device-kv-blocks {needed}"
+        return (
+            f"they need {needed} KV blocks {place}, which holds {there} ({there * kv.block_tokens} tokens); "
+            f"{would_do} would do"
+        )
+
     def _ask(self, call: Callable[[], T]) -> T:
         """The engine does it between steps and its caller waits, so the caller is a thread of its own."""
-        answer: Future[T] = Future()
+        answer: futures.Future[T] = futures.Future()
 
         def run() -> None:
             try:
@@ -188,12 +223,29 @@ class Driver:
             except BaseException as error:
                 answer.set_exception(error)
 
-        thread = threading.Thread(target=run, name="bench-ask", daemon=True)
-        thread.start()
-        while thread.is_alive():
+        threading.Thread(target=run, name="bench-ask", daemon=True).start()
+        while not answer.done():
             self.engine.step()
-            thread.join(RESET_POLL_S)
-        return answer.result(timeout=0)
+            futures.wait([answer], RESET_POLL_S)
+        return answer.result()
+
+
+# --------------------------------------------------------------------------------------------- sizes and runs
+
+
+class Skipped(Exception):
+    """A size cannot be measured; the message says why, and what would help."""
+
+
+def measure_each(sizes: Iterable[int], what: str, row: Callable[[int], Row]) -> Results:
+    """`what`: how a size is called, such as "batch {}". `row` may raise `Skipped`."""
+    results = Results([], [])
+    for size in sizes:
+        try:
+            results.rows.append(row(size))
+        except Skipped as why:
+            results.skipped.append(f"{what.format(size)}: {why}")
+    return results
 
 
 def runs(stage: str, repeat: int, progress: Progress) -> Iterator[int]:
@@ -204,50 +256,6 @@ def runs(stage: str, repeat: int, progress: Progress) -> Iterator[int]:
     progress(stage, 1 + repeat, 1 + repeat)
 
 
-def blocks_for(num_tokens: int, config: Config) -> int:
-    return -(-num_tokens // config.kv.block_tokens)
-
-
-def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | None:
-    """Why `needed` KV blocks do not fit together into an empty tier, and what would help. A shared store is
-    assumed to have room."""
-    there = sum(engine.stats().kv_blocks.get(tier, {}).values())
-    block_bytes = engine.arena.layout.block_bytes
-    num_bytes = needed * block_bytes
-    if tier == "device":
-        blocks = config.kv.device_blocks is not None
-        place, would_do = (
-            ("on the device"),
-            (f"--device-kv-blocks {needed}") if blocks else f"--device-kv-gib {_gib_for(num_bytes)}",
-        )
-    elif tier == "host":
-        place, would_do = "in host memory", f"--kv-offload-host-gib {_gib_for(num_bytes)}"
-    elif tier == "ssd":
-        num_bytes = (needed + 1) * slot_bytes(block_bytes) + SSD_FILES * SECTOR_BYTES + LOCK_BYTES
-        place, would_do = "on the disk", f"--kv-offload-ssd-gib {_gib_for(num_bytes)}"
-        folder = config.offload.ssd_dir
-        if folder is not None and num_bytes > (free := shutil.disk_usage(folder).free):
-            return (
-                f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {free / GIB:.2f} are "
-                "free"
-            )
-    else:
-        return None
-    if needed <= there:
-        return None
-    return (
-        f"they need {needed} KV blocks {place}, which holds {there} ({there * config.kv.block_tokens} "
-        f"tokens); {would_do} would do"
-    )
-
-
-def _gib_for(num_bytes: int) -> str:
-    """Rounded up to three digits."""
-    gib = num_bytes / GIB
-    digit = 10.0 ** (math.floor(math.log10(gib)) - 2)
-    return f"{math.ceil(gib / digit) * digit:g}"
-
-
 def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...]) -> list[list[int]]:
     """`num` different prompts of exactly `num_tokens` ids below `vocab`. `seed` may have several parts, such
     as a run's number."""
@@ -256,41 +264,42 @@ def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...])
             f"there are not enough prompts of {num_tokens} tokens over {vocab} ids to make {num} different "
             "ones"
         )
-    source = np.random.default_rng(np.random.SeedSequence([part % 2**63 for part in seed]))
+    source = np.random.default_rng([part % 2**63 for part in seed])
     prompts: dict[tuple[int, ...], None] = {}
     while len(prompts) < num:
-        for row in source.integers(0, vocab, size=(num - len(prompts), num_tokens)).tolist():
-            prompts[tuple(row)] = None
+        more = source.integers(0, vocab, (num - len(prompts), num_tokens)).tolist()
+        prompts |= dict.fromkeys(map(tuple, more))
     return [list(prompt) for prompt in prompts]
+
+
+# -------------------------------------------------------------------------------------- a temporary directory
 
 
 @contextmanager
 def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
     """`config` with an empty directory in place of its own, inside that or in its nearest existing parent: on
     the same file system. If it has none and one is `needed`, among temporary files."""
-    if config.offload.ssd_dir is None and not needed:
+    given = config.offload.ssd_dir
+    if given is None and not needed:
         yield config
         return
+    path = Path(given or tempfile.gettempdir()).absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--kv-offload-ssd-dir {path} is not a directory")
     try:
-        near = None if config.offload.ssd_dir is None else _existing(Path(config.offload.ssd_dir).absolute())
-        folder = tempfile.mkdtemp(prefix="penstock-bench-", dir=near)
+        near = next(folder for folder in (path, *path.parents) if folder.is_dir())
+        folder = Path(tempfile.mkdtemp(prefix="penstock-bench-", dir=near))
     except OSError as error:
-        raise ConfigError(
-            f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}"
-        ) from error
+        raise ConfigError(f"no directory can be made near {given}: {error.strerror}") from error
     with _ended_by_sigterm():
         try:
-            yield replace(config, offload=replace(config.offload, ssd_dir=folder))
+            yield replace(config, offload=replace(config.offload, ssd_dir=str(folder)))
         finally:
-            _remove(Path(folder))
-
-
-def _remove(folder: Path) -> None:
-    """Also where lanes of an engine that was interrupted still write their last blocks into it."""
-    by_s = time.monotonic() + _REMOVE_S
-    while folder.exists() and time.monotonic() < by_s:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(RESET_POLL_S)
+            # lanes of an engine that was interrupted may still write their last blocks into it
+            by_s = time.monotonic() + _REMOVE_S
+            while folder.exists() and time.monotonic() < by_s:
+                shutil.rmtree(folder, ignore_errors=True)
+                time.sleep(RESET_POLL_S)
 
 
 @contextmanager
@@ -300,12 +309,10 @@ def _ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    ended: list[int] = []
 
-    is_ended = False
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal is_ended
-        is_ended = True
+    def end(number: int, frame: Any) -> None:
+        ended.append(number)
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -313,13 +320,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if is_ended:
+        if ended:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(128 + signal.SIGTERM)
-
-
-def _existing(path: Path) -> Path:
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"--kv-offload-ssd-dir {path} is not a directory")
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())

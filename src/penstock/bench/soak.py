@@ -9,9 +9,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from penstock.engine.loop import EngineLoop
 from penstock.errors import PenstockError
 from penstock.models.progress import Progress
 
-LEASE_S = 0.3  # short enough to run out while a request is in line
 LOAD_DEADLINE_S = 0.05
+# leases that run out while a request is in line, loads that are late, slow tiers that are used nevertheless
+HOSTILE: dict[str, Any] = {"lease_s": 0.3, "load_deadline_s": LOAD_DEADLINE_S, "load_always": True}
 STALL_S = 3 * LOAD_DEADLINE_S
 END_S = 120.0  # for open requests at the end
 POLL_S = 0.05
@@ -72,35 +73,36 @@ class SoakBench:
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
             adapters: list[Path] = []
             if self.adapters:
-                adapters = write_adapters(
-                    Path(folder), dimensions_of(config.source.model)[1], self.adapters, self.seed
-                )
-            verdict, tally, asks = self._soak(_hostile(config), adapters, progress, seen)
-            verdict.violations += _wrong_outputs(config, asks, tally, adapters, progress)
+                shape = dimensions_of(config.source.model)[1]
+                adapters = write_adapters(Path(folder), shape, self.adapters, self.seed)
+            verdict, outcomes, asks = self._soak(config, adapters, progress, seen)
+            verdict.violations += _wrong_outputs(config, asks, outcomes, adapters, progress)
         return verdict
 
     def _soak(
         self, config: Config, adapters: list[Path], progress: Progress, seen: Callable[[Engine], bool]
-    ) -> tuple[Verdict, SoakTally, list[Ask]]:
-        rng, tally = random.Random(self.seed), SoakTally()
-        before = set(threading.enumerate())
+    ) -> tuple[Verdict, Counter[Ending], list[Ask]]:
+        rng, tally, before = random.Random(self.seed), SoakTally(), set(threading.enumerate())
+        if config.offload.enabled:
+            config = replace(config, offload=replace(config.offload, **HOSTILE))
         engine = build(config, progress)
-        asks = random_asks(rng, NUM_ASKS, engine.tokenizer.vocab_size, _most_tokens(engine))
+        # of one request: several must fit at once, and a few more than fit
+        num_tokens = sum(engine.stats().kv_blocks["device"].values()) * engine.cache.block_tokens
+        most_tokens = min(engine.max_model_len, max(16, num_tokens // 3))
+        asks = random_asks(rng, NUM_ASKS, engine.tokenizer.vocab_size, most_tokens)
         mischief = make_unreliable(engine, rng, STALL_S)
-        submitters = [
-            Submitter(engine, asks, tally, random.Random(rng.random())) for _ in range(self.threads)
-        ]
+        crowd = [Submitter(engine, asks, tally, random.Random(rng.random())) for _ in range(self.threads)]
         disturber = Disturber(engine, adapters, random.Random(rng.random()))
         loop = EngineLoop(engine)
         loop.start()
-        with _running([*(submitter.run for submitter in submitters), disturber.run], self.seconds):
-            self._watch(loop, lambda: seen(engine), progress)
-        violations = _unended(submitters) + _unsettled(engine)
+        self._run(
+            [*(submitter.run for submitter in crowd), disturber.run], loop, lambda: seen(engine), progress
+        )
+        violations = _unended(crowd) + _unsettled(engine)
         loop.close(0.0)
         violations += _unbalanced(engine, loop, tally, before) + tally.faults[:MOST_TOLD]
-        counts = _counts(engine, submitters, disturber, mischief, tally) | _cold_counts(
-            engine, disturber, mischief
-        )
+        counts = {"requests": sum(submitter.num_submitted for submitter in crowd)}
+        counts |= _counts(engine, disturber, mischief, tally)
         # if it did not fit, its answer may differ from that of the request alone
         if config.kv.residency == "scored":
             approximate = [
@@ -108,75 +110,50 @@ class SoakBench:
                 for one in tally.outcomes
                 if one.finish is not FinishReason.ERROR and asks[one.ask].most_tokens > engine.resident_tokens
             ]
-            counts["scored answers, which are not compared"] = sum(
-                tally.outcomes.pop(one) for one in approximate
-            )
-        return Verdict(counts, violations), tally, asks
+            num = sum(tally.outcomes.pop(one) for one in approximate)
+            counts["scored answers, which are not compared"] = num
+        return Verdict(counts, violations), tally.outcomes, asks
 
-    def _watch(self, loop: EngineLoop, seen: Callable[[], bool], progress: Progress) -> None:
-        """Until the time is over, or the engine."""
-        started = time.monotonic()
+    def _run(
+        self,
+        jobs: list[Callable[[threading.Event], None]],
+        loop: EngineLoop,
+        seen: Callable[[], bool],
+        progress: Progress,
+    ) -> None:
+        """Each job on its own thread until the time is over, or the engine; an exception of a job is raised
+        here."""
+        stop, started = threading.Event(), time.monotonic()
+        raised: list[BaseException] = []
+
+        def run(job: Callable[[threading.Event], None]) -> None:
+            try:
+                job(stop)
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=run, args=(job,), name="soak", daemon=True) for job in jobs]
+        for thread in threads:
+            thread.start()
         while loop.failed() is None and (passed := time.monotonic() - started) < self.seconds + END_S:
             if passed >= self.seconds and seen():
-                return
+                break
             progress("soaking", int(passed), int(self.seconds) or 1)
             time.sleep(POLL_S)
-
-
-@contextmanager
-def _running(jobs: list[Callable[[threading.Event], None]], seconds: float) -> Iterator[None]:
-    """Each job on its own thread until the block is left; an exception of a job is raised here."""
-    stop = threading.Event()
-    raised: list[BaseException] = []
-
-    def run(job: Callable[[threading.Event], None]) -> None:
-        try:
-            job(stop)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=(job,), name=f"soak-{i}", daemon=True) for i, job in enumerate(jobs)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
         stop.set()
         for thread in threads:
             thread.join(END_S)
-    if raised:
-        raise raised[0]
-
-
-def _hostile(config: Config) -> Config:
-    """Leases that run out, loads that are late, tiers that are used whether or not it pays."""
-    offload = (
-        replace(config.offload, lease_s=LEASE_S, load_deadline_s=LOAD_DEADLINE_S, load_always=True)
-        if config.offload.enabled
-        else config.offload
-    )
-    return replace(config, offload=offload)
-
-
-def _most_tokens(engine: Engine) -> int:
-    """Of one request: several must fit at once, and a few more than fit."""
-    num_blocks = sum(engine.stats().kv_blocks["device"].values())
-    return min(engine.max_model_len, max(16, num_blocks * engine.cache.block_tokens // 3))
+        if raised:
+            raise raised[0]
 
 
 # ------------------------------------------------------------------------------------------- what must not be
 
 
-def _unended(submitters: list[Submitter]) -> list[str]:
+def _unended(crowd: list[Submitter]) -> list[str]:
     by_s = time.monotonic() + END_S
-    left = sum(
-        not listening.ended.wait(max(0.0, by_s - time.monotonic()))
-        for submitter in submitters
-        for listening in submitter.open
-    )
-    return [f"{left} requests have not ended within {END_S:g} s"] if left else []
+    waits = [ended.wait(max(0.0, by_s - time.monotonic())) for one in crowd for ended in one.open]
+    return [f"{waits.count(False)} requests have not ended within {END_S:g} s"] if False in waits else []
 
 
 def _unsettled(engine: Engine) -> list[str]:
@@ -189,21 +166,16 @@ def _unsettled(engine: Engine) -> list[str]:
     while engine.is_transferring() and time.monotonic() < by_s:
         time.sleep(POLL_S)
     stats = engine.stats()
-    found = [f"{num} requests are {state}" for state, num in stats.requests.items() if num]
+    left = {f"requests are {state}": num for state, num in stats.requests.items()}
     for tier, states in stats.kv_blocks.items():
-        found += [
-            f"{num} slots of {tier} are {state}"
-            for state, num in states.items()
-            if num and state not in AT_REST
-        ]
+        left |= {f"slots of {tier} are {state}": num for state, num in states.items() if state not in AT_REST}
     if stats.traffic is not None:
-        found += [
-            f"{num} transfers from {pair[0]} to {pair[1]} are in flight"
-            for pair, num in stats.traffic.in_flight.items()
-            if num
-        ]
-        found += [f"{stats.traffic.leases_open} leases are open"] if stats.traffic.leases_open else []
-    return found
+        left |= {
+            f"transfers from {source} to {dest} are in flight": num
+            for (source, dest), num in stats.traffic.in_flight.items()
+        }
+        left["leases are open"] = stats.traffic.leases_open
+    return [f"{num} {what}" for what, num in left.items() if num]
 
 
 def _unbalanced(
@@ -227,24 +199,19 @@ def _unbalanced(
 
 
 def _wrong_outputs(
-    config: Config, asks: list[Ask], tally: SoakTally, adapters: list[Path], progress: Progress
+    config: Config, asks: list[Ask], outcomes: Counter[Ending], adapters: list[Path], progress: Progress
 ) -> list[str]:
     """Every outcome against the same request alone, on an engine without tiers and without reuse."""
-    found = [
-        f"request {o.ask} ended with {o.finish}: {o.error}"
-        for o in tally.outcomes
-        if o.finish is FinishReason.ERROR
-    ]
+    found = []
     with _Reference(config, adapters, asks) as reference:
-        for done, (outcome, times) in enumerate(tally.outcomes.items()):
-            progress("comparing with a reference run", done, len(tally.outcomes))
-            if (
-                outcome.finish is not FinishReason.ERROR
-                and (wrong := reference.difference(asks[outcome.ask], outcome)) is not None
-            ):
+        for done, (outcome, times) in enumerate(outcomes.items()):
+            progress("comparing with a reference run", done, len(outcomes))
+            if outcome.finish is FinishReason.ERROR:
+                found.append(f"request {outcome.ask} ended with {outcome.finish}: {outcome.error}")
+            elif (wrong := reference.difference(asks[outcome.ask], outcome)) is not None:
                 found.append(f"request {outcome.ask}, {times} times: {wrong}")
-    told = found[:MOST_TOLD]
-    return told + ([f"and {len(found) - MOST_TOLD} more like these"] if len(found) > MOST_TOLD else [])
+    more = len(found) - MOST_TOLD
+    return found[:MOST_TOLD] + ([f"and {more} more like these"] if more > 0 else [])
 
 
 class _Reference:
@@ -254,9 +221,8 @@ class _Reference:
         kv = KvConfig(
             config.kv.block_tokens, config.kv.device_gib, config.kv.device_blocks, prefix_cache=False
         )
-        plain = replace(
-            config.engine, overcommit=1.0, capture=False, max_model_len=max(ask.most_tokens for ask in asks)
-        )
+        longest = max(ask.most_tokens for ask in asks)
+        plain = replace(config.engine, overcommit=1.0, capture=False, max_model_len=longest)
         lora = LoraConfig(tuple((f"adapter-{i}", str(path)) for i, path in enumerate(adapters)))
         self._engine = build(
             Config(config.source, kv, plain, OffloadConfig(enabled=False), SanitizeConfig(), lora)
@@ -272,52 +238,36 @@ class _Reference:
 
     def difference(self, ask: Ask, outcome: Ending) -> str | None:
         """None: no difference. A cancelled request has the beginning of the full answer."""
-        expected, found = self._tokens(ask, outcome), outcome.tokens
+        asked = outcome.ask, outcome.adapter
+        if asked not in self._known:
+            self._known[asked] = self._tokens(ask, outcome.adapter)
+        expected, found = self._known[asked], outcome.tokens
         if found == (expected[: len(found)] if outcome.finish is FinishReason.CANCELLED else expected):
             return None
-        at = next(
-            (at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
-            min(len(found), len(expected)),
-        )
-        asked = (
-            f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
-        )
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(found, expected, strict=False))
         return (
-            f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number {at} on "
-            f"({asked})"
+            f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number "
+            f"{len(list(same))} on ({len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, "
+            f"{outcome.finish}, {outcome.source})"
         )
 
-    def _tokens(self, ask: Ask, outcome: Ending) -> tuple[int, ...]:
-        known = self._known.get((outcome.ask, outcome.adapter))
-        if known is None:
-            tokens: list[int] = []
-            adapter = None if outcome.adapter is None else self._by_digest[outcome.adapter]
-            self._engine.submit(
-                ask.prompt, ask.sampling, lambda event: tokens.extend(event.tokens), adapter=adapter
-            )
-            while self._engine.has_work():
-                self._engine.step()
-            known = self._known[outcome.ask, outcome.adapter] = tuple(tokens)
-        return known
+    def _tokens(self, ask: Ask, digest: str | None) -> tuple[int, ...]:
+        tokens: list[int] = []
+        adapter = None if digest is None else self._by_digest[digest]
+        self._engine.submit(
+            ask.prompt, ask.sampling, lambda event: tokens.extend(event.tokens), adapter=adapter
+        )
+        while self._engine.has_work():
+            self._engine.step()
+        return tuple(tokens)
 
 
-# ----------------------------------------------------------------------------------------------------- counts
-
-
-def _counts(
-    engine: Engine,
-    submitters: list[Submitter],
-    disturber: Disturber,
-    mischief: Counter[str],
-    tally: SoakTally,
-) -> dict[str, Any]:
-    stats = engine.stats()
-    ended: Counter[str] = Counter()
-    for outcome, times in tally.outcomes.items():
-        ended[outcome.finish] += times
-    return {
-        "requests": sum(submitter.num_submitted for submitter in submitters),
-        "cancelled": ended[FinishReason.CANCELLED],
+def _counts(engine: Engine, disturber: Disturber, mischief: Counter[str], tally: SoakTally) -> dict[str, Any]:
+    stats, cold = engine.stats(), engine.tiers[2:]
+    traffic, done = stats.traffic, disturber.counts
+    ended = [times for outcome, times in tally.outcomes.items() if outcome.finish is FinishReason.CANCELLED]
+    counts = {
+        "cancelled": sum(ended),
         "steps": stats.steps,
         "generated tokens": stats.generated_tokens,
         **{
@@ -329,31 +279,20 @@ def _counts(
         "steps that read host memory": stats.host_steps,
         "promoted blocks": stats.cache["promoted"],
         "evicted blocks": stats.cache["evictions"],
-        **{what: mischief[what] for what in (COPIES_FAILED, COPIES_STALLED)},
-        "transfers seen to fail": 0 if stats.traffic is None else sum(stats.traffic.failures.values()),
-        "saves skipped": 0 if stats.traffic is None else sum(stats.traffic.skipped.values()),
-        "cache resets": disturber.counts["resets"],
-        "flushes": disturber.counts["flushes"],
-        "adapter reloads": disturber.counts["reloads"],
+        COPIES_FAILED: mischief[COPIES_FAILED],
+        COPIES_STALLED: mischief[COPIES_STALLED],
+        "transfers seen to fail": 0 if traffic is None else sum(traffic.failures.values()),
+        "saves skipped": 0 if traffic is None else sum(traffic.skipped.values()),
+        "cache resets": done["resets"],
+        "flushes": done["flushes"],
+        "adapter reloads": done["reloads"],
         "sanitizer reports": sum(stats.sanitizer.values()) if stats.sanitizer else None,
     }
-
-
-def _cold_counts(engine: Engine, disturber: Disturber, mischief: Counter[str]) -> dict[str, Any]:
-    """Of cold tiers, if there are any."""
-    traffic = engine.stats().traffic
-    if traffic is None or not engine.tiers[2:]:
-        return {}
-    return {
-        **mischief,
-        **{f"blocks of {tier} seen to be damaged": num for tier, num in traffic.checksum_failures.items()},
-        **{
-            f"MB read from {tier}": traffic.bytes.get((tier, "host"), 0) // 1_000_000
-            for tier in engine.tiers[2:]
-        },
-        **{
-            f"MB written to {tier}": traffic.bytes.get(("host", tier), 0) // 1_000_000
-            for tier in engine.tiers[2:]
-        },
-        "flushes and resets refused": disturber.counts["refusals"],
-    }
+    if traffic is None or not cold:
+        return counts
+    for tier, num in traffic.checksum_failures.items():
+        mischief[f"blocks of {tier} seen to be damaged"] = num
+    moved = {f"MB read from {tier}": (tier, "host") for tier in cold}
+    moved |= {f"MB written to {tier}": ("host", tier) for tier in cold}
+    megabytes = {what: traffic.bytes.get(pair, 0) // 1_000_000 for what, pair in moved.items()}
+    return counts | mischief | megabytes | {"flushes and resets refused": done["refusals"]}

@@ -3,15 +3,16 @@ in stores. Owns the requests and the faults; checks nothing itself, and is used 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,11 @@ from safetensors.torch import save_file
 
 from penstock.bench.run import SHARED
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
-from penstock.engine.engine import Engine, FlushLevel
+from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
+from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import Copier, Layers, Slots
 from penstock.models.model import ModelConfig
 from penstock.models.registry import layout
@@ -69,33 +70,24 @@ def random_asks(rng: random.Random, num: int, vocab: int, most_tokens: int) -> l
     """Prompts that share their beginnings, with any mixture of what can be asked; `most_tokens` for prompt
     and answer together."""
     length = most_tokens // 2
-    stems = [[rng.randrange(vocab) for _ in range(length)] for _ in range(NUM_STEMS)]
+    stems = [rng.choices(range(vocab), k=length) for _ in range(NUM_STEMS)]
     asks = []
     for _ in range(num):
-        shared = rng.choice((0, 5, 16, 48, length // 2, length))
-        prompt = rng.choice(stems)[:shared] + [
-            rng.randrange(vocab) for _ in range(rng.choice((1, 3, 16, 40)))
-        ]
-        prompt = prompt[: most_tokens - 1]
-        fields: dict[str, Any] = {
-            "max_tokens": min(rng.choice((0, 1, 2, 9, 24, 60)), most_tokens - len(prompt)),
-            "temperature": 0.0,
-        }
+        shared, own = rng.choice((0, 5, 16, 48, length // 2, length)), rng.choice((1, 3, 16, 40))
+        prompt = (rng.choice(stems)[:shared] + rng.choices(range(vocab), k=own))[: most_tokens - 1]
+        fields: dict[str, Any] = {"temperature": 0.0}
         if rng.random() < 0.4:
-            fields |= {
-                "temperature": rng.choice((0.5, 1.0)),
-                "seed": rng.randrange(100),
-                "top_p": rng.choice((0.8, 1.0)),
-            }
+            fields = {"temperature": rng.choice((0.5, 1.0)), "top_p": rng.choice((0.8, 1.0))}
+            fields["seed"] = rng.randrange(100)
         if rng.random() < 0.2:
             fields |= rng.choice(
                 ({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3})
             )
         if rng.random() < 0.1:
-            fields |= {"prompt_logprobs": 1}
-        asks.append(
-            Ask(tuple(prompt), SamplingParams(ignore_eos=True, **fields), rng.choice(("", "", "", "tenant")))
-        )
+            fields["prompt_logprobs"] = 1
+        fields["max_tokens"] = min(rng.choice((0, 1, 2, 9, 24, 60)), most_tokens - len(prompt))
+        sampling = SamplingParams(ignore_eos=True, **fields)
+        asks.append(Ask(tuple(prompt), sampling, rng.choice(("", "", "", "tenant"))))
     return asks
 
 
@@ -119,90 +111,73 @@ class SoakTally:
     faults: list[str] = field(default_factory=list)  # faults of single events
 
 
-class Listening:
-    """Listens to one request, and cancels it after `cancel_at` tokens, if set."""
-
-    def __init__(self, tally: SoakTally, ask: int, length: int, adapter: str | None) -> None:
-        self.ended = threading.Event()
-        self.on_tokens: Any = None  # called with the number of tokens so far
-        self._tally = tally
-        self._ask = ask
-        self._length = length
-        self._adapter = adapter
-        self._tokens: list[int] = []
-        self._source: KvSource | None = None
-
-    def __call__(self, event: TokenEvent) -> None:
-        self._tokens.extend(event.tokens)
-        if event.source is not None:
-            self._source = event.source
-            self._tally.source.update(asdict(event.source))
-            if sum(asdict(event.source).values()) != self._length:
-                self._tally.faults.append(f"a prompt of {self._length} tokens came from {event.source}")
-        if event.finish is not None:
-            outcome = Ending(
-                self._ask, self._adapter, event.finish, tuple(self._tokens), self._source, event.error
-            )
-            self._tally.outcomes[outcome] += 1
-            self.ended.set()
-        elif self.on_tokens is not None:
-            self.on_tokens(len(self._tokens))
-
-
 class Submitter:
     """One thread that submits requests until it is stopped. It never has more than a few requests open."""
 
     def __init__(self, engine: Engine, asks: list[Ask], tally: SoakTally, rng: random.Random) -> None:
         self.num_submitted = 0
-        self.open: list[Listening] = []
+        self.open: list[threading.Event] = []  # each is set when its request ends
         self._engine = engine
         self._asks = asks
         self._tally = tally
         self._rng = rng
 
     def run(self, stop: threading.Event) -> None:
-        try:
+        with contextlib.suppress(EngineClosed):  # the engine has stopped, and says why itself
             while not stop.is_set():
-                self.open = [listening for listening in self.open if not listening.ended.is_set()]
+                self.open = [ended for ended in self.open if not ended.is_set()]
                 if len(self.open) >= OPEN_PER_THREAD:
-                    self.open[0].ended.wait(PAUSE_S)
+                    self.open[0].wait(PAUSE_S)
                     continue
                 self._submit()
                 if self._rng.random() < 0.3:
                     stop.wait(self._rng.random() * PAUSE_S)
-        except EngineClosed:
-            return  # the engine has stopped, and says why itself
 
     def _submit(self) -> None:
+        """A request may be cancelled at once, after a moment, or when some tokens have come."""
         rng, number = self._rng, self._rng.randrange(len(self._asks))
-        ask = self._asks[number]
+        ask, own_id, ended = self._asks[number], f"{id(self)}-{self.num_submitted}", threading.Event()
+        when = rng.randrange(3) if rng.random() < CANCELLED else None
+        cancel_at = rng.randrange(1, 20) if when == 0 else None
         hold = self._engine.adapters.try_hold(NAME) if rng.random() < ADAPTED else None
-        listening = Listening(
-            self._tally, number, len(ask.prompt), None if hold is None else hold.adapter.digest
-        )
+        adapter = None if hold is None else hold.adapter
+        listen = self._listener(number, None if adapter is None else adapter.digest, ended, own_id, cancel_at)
         try:
-            adapter = None if hold is None else hold.adapter
-            request_id = self._engine.submit(
-                ask.prompt, ask.sampling, listening, cache_salt=ask.salt, adapter=adapter
+            self._engine.submit(
+                ask.prompt, ask.sampling, listen, cache_salt=ask.salt, adapter=adapter, request_id=own_id
             )
         finally:
             if hold is not None:
                 hold.end()
-        self.open.append(listening)
+        self.open.append(ended)
         self.num_submitted += 1
-        if rng.random() < CANCELLED:
-            self._cancel(request_id, listening)
-
-    def _cancel(self, request_id: str, listening: Listening) -> None:
-        """At once, after a moment, or when some tokens have come."""
-        when = self._rng.randrange(3)
-        if when == 0:
-            after = self._rng.randrange(1, 20)
-            listening.on_tokens = lambda num: self._engine.cancel(request_id) if num >= after else None
-            return
         if when == 1:
-            listening.ended.wait(self._rng.random() * PAUSE_S)
-        self._engine.cancel(request_id)
+            ended.wait(rng.random() * PAUSE_S)
+        if when:
+            self._engine.cancel(own_id)
+
+    def _listener(
+        self, ask: int, adapter: str | None, ended: threading.Event, own_id: str, cancel_at: int | None
+    ) -> Callable[[TokenEvent], None]:
+        tokens: list[int] = []
+        source: list[KvSource] = []
+        tally, length = self._tally, len(self._asks[ask].prompt)
+
+        def listen(event: TokenEvent) -> None:
+            tokens.extend(event.tokens)
+            if event.source is not None:
+                source.append(event.source)
+                tally.source.update(counted := asdict(event.source))
+                if sum(counted.values()) != length:
+                    tally.faults.append(f"a prompt of {length} tokens came from {event.source}")
+            if event.finish is not None:
+                came = source[-1] if source else None
+                tally.outcomes[Ending(ask, adapter, event.finish, tuple(tokens), came, event.error)] += 1
+                ended.set()
+            elif cancel_at is not None and len(tokens) >= cancel_at:
+                self._engine.cancel(own_id)
+
+        return listen
 
 
 # --------------------------------------------------------------------------------------------------- mischief
@@ -212,20 +187,16 @@ class Mischief:
     """When it happens, and how often it did. For several lanes at once."""
 
     def __init__(self, counts: Counter[str], rng: random.Random, stall_s: float) -> None:
+        self.rng = rng
         self._counts = counts
-        self._rng = rng
         self._stall_s = stall_s
         self._lock = threading.Lock()
 
     def happens(self, share: float, what: str) -> bool:
         with self._lock:
-            drawn = self._rng.random() < share
+            drawn = self.rng.random() < share
             self._counts[what] += drawn
         return drawn
-
-    def below(self, end: int) -> int:
-        with self._lock:
-            return self._rng.randrange(end)
 
     def stall(self, share: float, what: str) -> None:
         if self.happens(share, what):
@@ -255,42 +226,44 @@ class UnreliableDisk(DiskIo):
         self._mischief = mischief
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._mischief.stall(STALLED, "disk calls stalled on purpose")
-        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
-            raise OSError(errno.EIO, "this read was made to fail")
+        self._call("read")
         num = super().preadv(fd, buffers, offset)
         if num and self._mischief.happens(SPOILED, "disk reads spoiled on purpose"):
-            spoiled = buffers[self._mischief.below(len(buffers))]
-            spoiled[self._mischief.below(len(spoiled))] ^= 1 << self._mischief.below(8)
+            spoiled, rng = self._mischief.rng.choice(buffers), self._mischief.rng
+            spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
         return num
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._mischief.stall(STALLED, "disk calls stalled on purpose")
-        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
-            super().pwritev(fd, buffers[:1], offset)
-            raise OSError(errno.EIO, "this write was made to fail halfway")
+        self._call("write", lambda: super(UnreliableDisk, self).pwritev(fd, buffers[:1], offset))
         if self._mischief.happens(SPOILED, "disk writes lost on purpose"):
-            kept = buffers[: self._mischief.below(len(buffers) + 1)]
-            if kept:
+            if kept := buffers[: self._mischief.rng.randrange(len(buffers) + 1)]:
                 super().pwritev(fd, kept, offset)
             return sum(len(buffer) for buffer in buffers)
         return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
-            raise OSError(errno.EIO, "this sync was made to fail")
+        self._call("sync")
         super().fdatasync(fd)
+
+    def _call(self, what: str, half: Callable[[], object] = lambda: None) -> None:
+        """It may stall, or do `half` of it and fail."""
+        self._mischief.stall(STALLED, "disk calls stalled on purpose")
+        if self._mischief.happens(FAILED, "disk calls failed on purpose"):
+            half()
+            raise OSError(errno.EIO, f"this {what} was made to fail")
 
 
 class UnreliableStore:
     """A `BlockStore` that mostly works like `inner`. `inner` has checked every block that it reports as
     done."""
 
-    def __init__(self, inner: BlockStore, mischief: Mischief) -> None:
-        self.name = inner.name
-        self.local = inner.local
+    def __init__(self, inner: Any, mischief: Mischief) -> None:
         self._inner = inner
         self._mischief = mischief
+
+    def __getattr__(self, name: str) -> Any:
+        """What never fails on purpose: its name, a probe, usage, a close."""
+        return getattr(self._inner, name)
 
     def find(self, keys: Sequence[bytes]) -> int:
         self._call()
@@ -299,70 +272,55 @@ class UnreliableStore:
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         self._call()
-        outcomes = self._inner.read(keys, into)
-        for place in self._failing(len(keys)):
-            into[place][:] = bytes(len(into[place]))
-            outcomes[place] = Outcome.FAILED
+        outcomes: list[Outcome] = self._inner.read(keys, into)
+        for place, works in enumerate(self._works(keys)):
+            if not works:
+                into[place][:] = bytes(len(into[place]))
+                outcomes[place] = Outcome.FAILED
         return outcomes
 
     def write(
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
         self._call()
-        failing = self._failing(len(keys))
-        kept = [place for place in range(len(keys)) if place not in failing]
-        done = self._inner.write(
-            [keys[place] for place in kept],
-            [depths[place] for place in kept],
-            [blocks[place] for place in kept],
+        works = self._works(keys)
+        done = iter(
+            self._inner.write(*(list(itertools.compress(all_, works)) for all_ in (keys, depths, blocks)))
         )
-        outcomes = [Outcome.FAILED] * len(keys)
-        for place, outcome in zip(kept, done, strict=True):
-            outcomes[place] = outcome
-        return outcomes
+        return [next(done) if one else Outcome.FAILED for one in works]
 
     def persist(self) -> None:
         self._call()
         self._inner.persist()
 
-    def probe(self) -> None:
-        self._inner.probe()
-
     def reset(self) -> int:
         self._call()
         return self._inner.reset()
-
-    def usage(self) -> StoreUsage:
-        return self._inner.usage()
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _call(self) -> None:
         self._mischief.stall(STALLED, "store calls stalled on purpose")
         if self._mischief.happens(DOWN, "store calls failed on purpose"):
             raise StoreFailed("the store was made to be down")
 
-    def _failing(self, num: int) -> set[int]:
-        return {
-            place
-            for place in range(num)
-            if self._mischief.happens(FAILED, "blocks of a store failed on purpose")
-        }
+    def _works(self, keys: Sequence[bytes]) -> list[bool]:
+        return [not self._mischief.happens(FAILED, "blocks of a store failed on purpose") for _ in keys]
 
 
 def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Counter[str]:
     """Call before the engine's first step: nothing may be in flight. Returns the counters of faults."""
     counts: Counter[str] = Counter({COPIES_FAILED: 0, COPIES_STALLED: 0})
+
+    def mischief() -> Mischief:
+        return Mischief(counts, random.Random(rng.random()), stall_s)
+
     for mover in (engine.cache.loads.mover, engine.cache.saves.mover) if "host" in engine.tiers else ():
-        mover.copier = UnreliableCopier(mover.copier, Mischief(counts, random.Random(rng.random()), stall_s))
+        mover.copier = UnreliableCopier(mover.copier, mischief())
     for tier in engine.cache.cold_tiers.values():
-        mischief = Mischief(counts, random.Random(rng.random()), stall_s)
-        store = tier.calls.store
-        if isinstance(store, SsdStore):
-            store.files.io = UnreliableDisk(mischief)
+        calls: Any = tier.calls
+        if isinstance(calls.store, SsdStore):
+            calls.store.files.io = UnreliableDisk(mischief())
         else:
-            tier.calls.store = UnreliableStore(store, mischief)
+            calls.store = UnreliableStore(calls.store, mischief())
     return counts
 
 
@@ -376,44 +334,33 @@ class Disturber:
         self._rng = rng
 
     def run(self, stop: threading.Event) -> None:
-        try:
+        deeds = (self.reset, self.flush, self._both, self._reload, self._reload, self._engine.stats)
+        with contextlib.suppress(EngineClosed):  # the engine has stopped, and says why itself
             while not stop.wait(self._rng.random() * DISTURBED_S):
-                self._rng.choice(
-                    (self._reset, self._flush, self._both, self._reload, self._reload, self._engine.stats)
-                )()
-        except EngineClosed:
-            return  # the engine has stopped, and says why itself
+                self._rng.choice(deeds)()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         tiers = tuple(tier for tier in self._engine.tiers if tier != SHARED)
-        with self._may_refuse():
-            self._engine.reset_cache(self._rng.choice((*((tier,) for tier in tiers), tiers)))
-            self.counts["resets"] += 1
+        self._try("resets", self._engine.reset_cache, self._rng.choice((*((tier,) for tier in tiers), tiers)))
 
-    def _flush(self) -> None:
-        levels: tuple[FlushLevel, ...] = (
-            "captured",
-            "visible",
-            *(("persisted",) if self._engine.tiers[2:] else ()),
-        )
-        with self._may_refuse():
-            self._engine.wait_flushed(self._rng.choice(levels), FLUSH_S)
-            self.counts["flushes"] += 1
+    def flush(self) -> None:
+        levels = ("captured", "visible", "persisted")[: 3 if self._engine.tiers[2:] else 2]
+        self._try("flushes", self._engine.wait_flushed, self._rng.choice(levels), FLUSH_S)
 
     def _both(self) -> None:
         """A flush and a reset at once."""
         with ThreadPoolExecutor(1) as other:
-            flushed = other.submit(self._flush)
-            self._reset()
+            flushed = other.submit(self.flush)
+            self.reset()
             flushed.result()
 
-    @contextmanager
-    def _may_refuse(self) -> Iterator[None]:
+    def _try(self, what: str, call: Callable[..., object], *args: object) -> None:
         """A disk or store that fails on purpose says so to its callers."""
         try:
-            yield
+            call(*args)
         except StoreFailed:
-            self.counts["refusals"] += 1
+            what = "refusals"
+        self.counts[what] += 1
 
     def _reload(self) -> None:
         if self._adapters:
@@ -425,28 +372,22 @@ def write_adapters(folder: Path, config: ModelConfig, num: int, seed: int) -> li
     """Random adapters in PEFT's files, one directory each."""
     parts = [part for weight in layout(config) if weight.name.endswith(_ADAPTED) for part in weight.parts]
     modules = {part.name.removesuffix(".weight"): part.shape for part in parts}
-    targets = sorted({module.rpartition(".")[2] for module in modules})
-    written = []
-    for number in range(num):
+    settings = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": 2 * _RANK,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "bias": "none",
+    }
+    written = [folder / f"adapter-{number}" for number in range(num)]
+    for number, directory in enumerate(written):
         generator = torch.Generator().manual_seed(seed + number)
         tensors = {}
         for module, (num_out, num_in) in modules.items():
-            tensors[f"base_model.model.{module}.lora_A.weight"] = (
-                torch.randn(_RANK, num_in, generator=generator) * num_in**-0.5
-            )
-            tensors[f"base_model.model.{module}.lora_B.weight"] = (
-                torch.randn(num_out, _RANK, generator=generator) * 0.2
-            )
-        directory = folder / f"adapter-{number}"
+            for half, shape, scale in (("A", (_RANK, num_in), num_in**-0.5), ("B", (num_out, _RANK), 0.2)):
+                name = f"base_model.model.{module}.lora_{half}.weight"
+                tensors[name] = torch.randn(shape, generator=generator) * scale
         directory.mkdir()
-        settings = {
-            "peft_type": "LORA",
-            "r": _RANK,
-            "lora_alpha": 2 * _RANK,
-            "target_modules": targets,
-            "bias": "none",
-        }
         (directory / "adapter_config.json").write_text(json.dumps(settings))
         save_file(tensors, directory / "adapter_model.safetensors")
-        written.append(directory)
     return written

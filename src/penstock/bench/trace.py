@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock import __version__
-from penstock.bench.report import save_picture, write_json
+from penstock.bench.report import Row, save_picture, write_json
 from penstock.bench.trace_files import BLOCK_TOKENS, Trace
 from penstock.kv.blocks.eviction import make_order, prefill_cost
 from penstock.kv.blocks.pool import BlockPool
@@ -49,29 +49,27 @@ def ladder(trace: Trace) -> list[int]:
 
 def measure(
     trace: Trace, policies: Sequence[str], capacities: Sequence[int], progress: Progress
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row per policy and capacity; those of the optimum come last."""
     rows = []
     whole = sum(prefill_cost(len(keys) * BLOCK_TOKENS) for keys in trace.prompts)
     whole -= trace.num_scans * prefill_cost(trace.scan_blocks * BLOCK_TOKENS)
-    num_blocks = trace.num_blocks
-    uses = next_uses(trace)
+    num_blocks, uses = trace.num_blocks, next_uses(trace)
     for policy in (*policies, OPTIMUM):
         for capacity in capacities:
             before = time.perf_counter()
-            hits = (
-                best_hits(uses, capacity, progress)
-                if policy == OPTIMUM
-                else replay(trace, policy, capacity, progress)
-            )
+            if policy == OPTIMUM:
+                num, saved = best_hits(uses, capacity, progress)
+            else:
+                num, saved = replay(trace, policy, capacity, progress)
             rows.append(
                 {
                     "policy": policy,
                     "capacity_blocks": capacity,
-                    "hit_blocks": hits.blocks,
-                    "hit_rate": hits.blocks / num_blocks,
-                    "hit_rate_tokens": hits.blocks * BLOCK_TOKENS / trace.num_tokens,
-                    "prefill_saved": None if hits.prefill is None else hits.prefill / whole,
+                    "hit_blocks": num,
+                    "hit_rate": num / num_blocks,
+                    "hit_rate_tokens": num * BLOCK_TOKENS / trace.num_tokens,
+                    "prefill_saved": None if saved is None else saved / whole,
                     "replay_s": round(time.perf_counter() - before, 3),
                 }
             )
@@ -151,41 +149,43 @@ class TraceReport:
     """The rows of `measure`, and their setting."""
 
     trace: Trace
-    rows: list[dict[str, Any]]
+    rows: list[Row]
 
     @property
     def title(self) -> str:
-        trace = self.trace
-        scan = (
-            (f" and {trace.num_scans} one-off documents of {trace.scan_blocks} blocks")
-            if trace.num_scans
-            else ""
-        )
+        trace, scan = self.trace, ""
+        if trace.num_scans:
+            scan = f" and {trace.num_scans} one-off documents of {trace.scan_blocks} blocks"
         return (
             f"penstock bench trace: {trace.name}, {trace.num_requests} requests{scan}, blocks of "
             f"{BLOCK_TOKENS} tokens"
         )
 
-    @property
-    def policies(self) -> list[str]:
-        """In the order measured; the optimum is the last."""
-        return list(dict.fromkeys(row["policy"] for row in self.rows))
-
-    def line(self, policy: str, figure: str) -> dict[int, float | None]:
-        """By capacity."""
-        return {row["capacity_blocks"]: row[figure] for row in self.rows if row["policy"] == policy}
+    def percents(self, figure: str) -> dict[str, dict[int, float | None]]:
+        """By policy, in the order measured, and capacity. The optimum is the last."""
+        lines: dict[str, dict[int, float | None]] = {}
+        for row in self.rows:
+            share = row[figure]
+            line = lines.setdefault(row["policy"], {})
+            line[row["capacity_blocks"]] = None if share is None else 100 * share
+        return lines
 
     def tables(self) -> dict[str, tuple[list[str], list[list[str]]]]:
         """Titles and lines by heading: blocks found, and work saved, for which no bound is known."""
-        return {
-            f"{self.title}\nblocks found, % ({BOUND})": self._table(self.policies, "hit_rate"),
-            "prefill work saved, %": self._table(self.policies[:-1], "prefill_saved"),
-        }
-
-    def _table(self, policies: list[str], figure: str) -> tuple[list[str], list[list[str]]]:
-        lines = [self.line(policy, figure) for policy in policies]
-        cells = [[str(capacity), *(_percent(line[capacity]) for line in lines)] for capacity in lines[0]]
-        return ["capacity, blocks", *policies], cells
+        tables = {}
+        for heading, figure in (
+            (f"{self.title}\nblocks found, % ({BOUND})", "hit_rate"),
+            ("prefill work saved, %", "prefill_saved"),
+        ):
+            lines = self.percents(figure)
+            if figure == "prefill_saved":
+                del lines[OPTIMUM]
+            titles, *columns = ["capacity, blocks", *lines], *lines.values()
+            tables[heading] = (
+                titles,
+                [[str(capacity), *(f"{line[capacity]:.1f}" for line in columns)] for capacity in columns[0]],
+            )
+        return tables
 
     def write(self, path: Path) -> None:
         trace = self.trace
@@ -209,29 +209,18 @@ class TraceReport:
         save_picture(path, self.title, self._draw_lines)
 
     def _draw_lines(self, axes: Any) -> None:
-        for policy in self.policies:
-            line = sorted(self.line(policy, "hit_rate").items())
-            style = (
-                {"linestyle": "--", "color": "black", "label": BOUND}
-                if policy == OPTIMUM
-                else {"marker": "o", "label": policy}
-            )
-            axes.plot(
-                [capacity for capacity, _ in line],
-                [100 * (share or 0.0) for _, share in line],
-                markersize=4,
-                **style,
-            )
+        lines = self.percents("hit_rate")
+        for policy, line in lines.items():
+            style: Row = {"marker": "o", "label": policy}
+            if policy == OPTIMUM:
+                style = {"linestyle": "--", "color": "black", "label": BOUND}
+            axes.plot(*zip(*sorted(line.items()), strict=True), markersize=4, **style)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set_xticks([capacity for capacity, _ in line])
+        axes.set_xticks(sorted(lines[OPTIMUM]))
         axes.minorticks_off()
         axes.tick_params(axis="x", labelsize=8)
         axes.set_ylim(bottom=0)
         axes.set_xlabel(f"capacity in blocks of {BLOCK_TOKENS} tokens")
         axes.set_ylabel("blocks found, %")
         axes.legend(fontsize=8)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"

@@ -30,10 +30,11 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +96,7 @@ def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
     over it."""
     prompts = list(trace.prompts)
     for number in reversed(range(num)):
-        document = [_key(b"scan", number, depth) for depth in range(num_blocks)]
+        document = [_key("scan", number, depth) for depth in range(num_blocks)]
         prompts.insert((2 * number + 1) * len(trace.prompts) // (2 * num), document)
     return replace(trace, prompts=prompts, num_scans=num, scan_blocks=num_blocks)
 
@@ -106,17 +107,19 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         with path.open("rb") as raw:
             packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
             for number, line in enumerate(gzip.GzipFile(fileobj=raw) if packed else raw, 1):
-                if line.strip():
-                    yield f"{path}, line {number}", _parsed(line.decode("utf-8"), f"{path}, line {number}")
+                where, text = f"{path}, line {number}", line.decode("utf-8")
+                try:
+                    if text.strip():
+                        yield where, json.loads(text)
+                except ValueError as error:
+                    raise ConfigError(f"{where}: not JSON: {error}") from None
     except _UNREADABLE as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from None
 
 
-def _parsed(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+def _require(condition: object, where: str, expected: str) -> None:
+    if not condition:
+        raise ConfigError(f"{where}: {expected}")
 
 
 def _require_blocks(prompts: Iterable[list[bytes]], path: Path) -> None:
@@ -127,8 +130,8 @@ def _require_blocks(prompts: Iterable[list[bytes]], path: Path) -> None:
         )
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _are_whole(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
 
 
 # --------------------------------------------------------------------------------------------------- Mooncake
@@ -138,37 +141,32 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     """The first `num_requests` of them, or all."""
     prompts: list[list[bytes]] = []
     num_tokens = 0
-    keys: dict[int, bytes] = {}
     for where, fields in islice(_lines(path), num_requests):
         length, ids = _mooncake_prompt(fields, where)
         num_tokens += length
-        prompts.append(
-            [
-                keys.setdefault(i, blake2b(str(i).encode(), digest_size=16).digest())
-                for i in ids[: length // BLOCK_TOKENS]
-            ]
-        )
+        prompts.append([_key(i) for i in ids[: length // BLOCK_TOKENS]])
     _require_blocks(prompts, path)
     return Trace(path.name, prompts, num_tokens)
 
 
 def _mooncake_prompt(fields: Any, where: str) -> tuple[int, list[int]]:
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: expected an object with input_length and hash_ids")
+    _require(isinstance(fields, dict), where, "expected an object with input_length and hash_ids")
     length, ids = fields.get("input_length"), fields.get("hash_ids")
-    if not _is_whole(length) or not isinstance(ids, list) or not all(map(_is_whole, ids)):
-        raise ConfigError(
-            f"{where}: input_length must be a whole number and hash_ids a list of them, none negative"
-        )
-    if len(ids) != -(-length // BLOCK_TOKENS):
-        raise ConfigError(
-            f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} "
-            "tokens"
-        )
-    if len(set(ids)) != len(ids):
-        raise ConfigError(
-            f"{where}: hash_ids names a block twice; an id stands for its block and all before it"
-        )
+    _require(
+        isinstance(ids, list) and _are_whole(length, *ids),
+        where,
+        "input_length must be a whole number and hash_ids a list of them, none negative",
+    )
+    _require(
+        len(ids) == -(-length // BLOCK_TOKENS),
+        where,
+        f"{len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} tokens",
+    )
+    _require(
+        len(set(ids)) == len(ids),
+        where,
+        "hash_ids names a block twice; an id stands for its block and all before it",
+    )
     return length, ids
 
 
@@ -251,13 +249,15 @@ def _again(conversation: RecordedConversation, time: int) -> RecordedConversatio
 
 
 def _conversation(fields: Any, where: str) -> RecordedConversation:
-    if not isinstance(fields, dict) or not isinstance(fields.get("requests"), list):
-        raise ConfigError(f"{where}: expected an object with id, block_tokens and a list of requests")
+    _require(
+        isinstance(fields, dict) and isinstance(fields.get("requests"), list),
+        where,
+        "expected an object with id, block_tokens and a list of requests",
+    )
     name, parent, block_tokens = fields.get("id"), fields.get("parent"), fields.get("block_tokens")
-    if not isinstance(name, str) or not name or not (parent is None or isinstance(parent, str)):
-        raise ConfigError(f"{where}: id must be text, and parent text or null")
-    if not _is_whole(block_tokens) or block_tokens < 1:
-        raise ConfigError(f"{where}: block_tokens must be a positive whole number")
+    named = isinstance(name, str) and name and isinstance(parent, str | None)
+    _require(named, where, "id must be text, and parent text or null")
+    _require(_are_whole(block_tokens) and block_tokens, where, "block_tokens must be a positive whole number")
     requests: list[RecordedRequest] = []
     blocks = np.empty(0, np.int64)
     for number, one in enumerate(fields["requests"], 1):
@@ -268,35 +268,36 @@ def _conversation(fields: Any, where: str) -> RecordedConversation:
 
 def _recorded(one: Any, before: NDArray[np.int64], block_tokens: int, where: str) -> RecordedRequest:
     """`before`: blocks of the request before."""
-    if not isinstance(one, list) or len(one) != len(_FIELDS):
-        raise ConfigError(f"{where}: expected a list of {len(_FIELDS)}: {', '.join(_FIELDS)}")
+    is_list = isinstance(one, list) and len(one) == len(_FIELDS)
+    _require(is_list, where, f"expected a list of {len(_FIELDS)}: {', '.join(_FIELDS)}")
     at_s, num_tokens, num_output, think_s, shared, new = one
-    if not _is_time(at_s) or not _is_time(think_s):
-        raise ConfigError(f"{where}: t and think seconds must be numbers, none negative")
-    if not _is_whole(num_tokens) or not _is_whole(num_output) or not _is_whole(shared) or num_tokens < 1:
-        raise ConfigError(
-            f"{where}: tokens and blocks shared must be whole numbers, none negative, and a prompt has at "
-            "least one token"
-        )
-    if not isinstance(new, list) or not all(map(_is_whole, new)) or max(new, default=0) >= 1 << 63:
-        raise ConfigError(
-            f"{where}: the ids of new blocks must be a list of whole numbers below 2**63, none negative"
-        )
-    if shared > len(before):
-        raise ConfigError(
-            f"{where}: it shares {shared} blocks with the request before, which has {len(before)}"
-        )
-    if shared + len(new) != num_tokens // block_tokens:
-        raise ConfigError(
-            f"{where}: {shared + len(new)} blocks for {num_tokens} tokens; one stands for {block_tokens}"
-        )
-    return RecordedRequest(
-        at_s, num_tokens, num_output, think_s, np.concatenate([before[:shared], np.array(new, np.int64)])
+    for value in (at_s, think_s):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_time = is_number and 0 <= value < float("inf")
+        _require(is_time, where, "t and think seconds must be numbers, none negative")
+    _require(
+        _are_whole(num_tokens, num_output, shared) and num_tokens,
+        where,
+        "tokens and blocks shared must be whole numbers, none negative, and a prompt has at least one token",
     )
-
-
-def _is_time(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    _require(
+        isinstance(new, list) and _are_whole(*new) and max(new, default=0) < 1 << 63,
+        where,
+        "the ids of new blocks must be a list of whole numbers below 2**63, none negative",
+    )
+    _require(
+        shared <= len(before),
+        where,
+        f"it shares {shared} blocks with the request before, which has {len(before)}",
+    )
+    num_blocks = shared + len(new)
+    _require(
+        num_blocks == num_tokens // block_tokens,
+        where,
+        f"{num_blocks} blocks for {num_tokens} tokens; one stands for {block_tokens}",
+    )
+    blocks = np.concatenate([before[:shared], np.array(new, np.int64)])
+    return RecordedRequest(at_s, num_tokens, num_output, think_s, blocks)
 
 
 def _agentic_trace(path: Path, num_requests: int | None, interleave: str) -> Trace:
@@ -313,31 +314,28 @@ def _agentic_trace(path: Path, num_requests: int | None, interleave: str) -> Tra
 
 
 def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
-    """Of full blocks of Mooncake's size, each standing for its own ids and all before it. Sub-agents share
-    their parent's."""
+    """Of full blocks of Mooncake's size. Sub-agents share their parent's."""
     step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
-    if rest or not step:
-        raise ConfigError(
-            f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of "
-            f"{BLOCK_TOKENS}"
-        )
-    width = step * np.dtype(np.int64).itemsize
-    known: dict[tuple[bytes, bytes], bytes] = {}  # a prompt begins as the one before it does
-    prompts: list[list[bytes]] = []
-    for one in conversation.requests:
-        raw = one.blocks.tobytes()
-        keys: list[bytes] = []
-        for depth in range(len(one.blocks) // step):
-            last = keys[-1] if keys else conversation.family.encode()
-            ids = raw[depth * width : (depth + 1) * width]
-            if (last, ids) not in known:
-                known[last, ids] = _key(last, depth, ids)
-            keys.append(known[last, ids])
-        prompts.append(keys)
-    return prompts
+    _require(
+        step and not rest,
+        conversation.id,
+        f"blocks of {conversation.block_tokens} tokens do not make up blocks of {BLOCK_TOKENS}",
+    )
+    owner = conversation.family.encode()
+    return [_chain(one.blocks, step, owner) for one in conversation.requests]
 
 
-def _key(*parts: bytes | int) -> bytes:
+def _chain(ids: NDArray[Any], size: int, key: bytes = b"") -> list[bytes]:
+    """A key for each `size` ids, which stands for them and all before."""
+    keys, width, raw = [], size * ids.itemsize, ids.tobytes()
+    for end in range(width, len(raw) + 1, width):
+        key = blake2b(key + raw[end - width : end], digest_size=16).digest()
+        keys.append(key)
+    return keys
+
+
+@cache
+def _key(*parts: str | int) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
@@ -449,8 +447,4 @@ def reusable(prompts: list[Tokens], block_tokens: int) -> list[int]:
 
 def block_keys(prompt: Tokens, block_tokens: int) -> list[bytes]:
     """Of its full blocks, each standing for its own tokens and all before it."""
-    key, keys = b"", []
-    for first in range(0, len(prompt) // block_tokens * block_tokens, block_tokens):
-        key = blake2b(key + prompt[first : first + block_tokens].tobytes(), digest_size=16).digest()
-        keys.append(key)
-    return keys
+    return _chain(prompt, block_tokens)

@@ -3,25 +3,41 @@ host memory, where a disk or store is named. Owns the figures, not the copies.""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.bench.report import Column, Results, draw_bars, figure
-from penstock.bench.transfer_cold import TransferShape, measure_remote, measure_ssd
-from penstock.bench.transfer_ways import DIRECTIONS, HostRig, TransferSize, host_ways, take_turns, too_large
-from penstock.config import Config
+from penstock.bench.report import Column, Results, draw_points, figure
+from penstock.bench.transfer_ways import (
+    DIRECTIONS,
+    RawFile,
+    Row,
+    TransferRig,
+    TransferShape,
+    TransferSize,
+    disk_ways,
+    host_ways,
+    store_ways,
+    take_turns,
+)
+from penstock.config import GIB, Config, OffloadConfig
 from penstock.engine.build import device_for, layout_for
 from penstock.errors import ModelError
-from penstock.kv.memory import BlockLayout
+from penstock.kv.memory import BlockLayout, free_bytes
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
+from penstock.kv.tiers.ssd.segments import segment_bytes, slot_bytes
 from penstock.models.loader import read_config
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.registry import BUILT_IN
+
+_SPARE_SLOTS = 16  # what dividing the disk tier into files may cost it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,72 +64,95 @@ class TransferBench:
 
     def measure(self, config: Config, progress: Progress) -> Results:
         """The disk's directory, if there is one, must be empty."""
-        layout, device = layout_of(config), device_for(config)
-        found, shape = (
-            [self._measure_host(layout, device, progress)],
-            TransferShape(layout, device, self.repeat, self.seed),
-        )
-        if config.offload.ssd_dir is not None:
-            found.append(measure_ssd(Path(config.offload.ssd_dir), self.blocks, shape, progress))
-        if config.offload.remote is not None:
-            found.append(measure_remote(config.offload, self.blocks, shape, progress))
-        return Results(
-            [row for part in found for row in part.rows],
-            [sentence for part in found for sentence in part.skipped],
-        )
-
-    def _measure_host(self, layout: BlockLayout, device: torch.device, progress: Progress) -> Results:
+        given, layout = config.offload, layout_of(config)
+        shape = TransferShape(layout, device_for(config), self.repeat, self.seed)
+        places = {"": OffloadConfig()}
+        if given.ssd_dir is not None:
+            places[" on disk"] = OffloadConfig(ssd_dir=given.ssd_dir)
+        if given.remote is not None:
+            places[" in the store"] = replace(given, ssd_dir=None)
         results = Results([], [])
-        sizes = []
-        for blocks in self.blocks:
-            if (refusal := _refusal(blocks * layout.block_bytes, device)) is None:
-                sizes.append(blocks)
-            else:
-                results.skipped.append(f"{blocks} blocks: {refusal}")
-        groups = [layout.num_layers, *(layers for layers in self.layers if layers < layout.num_layers)]
+        for place, offload in places.items():
+            for blocks in self.blocks:
+                if (refusal := _refusal(blocks, shape, offload)) is None:
+                    results.rows.extend(self._rows(shape, blocks, offload, results.skipped, progress))
+                else:
+                    results.skipped.append(f"{blocks} blocks{place}: {refusal}")
         results.skipped.extend(
             f"groups of {layers} layers: the model has {layout.num_layers}"
             for layers in self.layers
             if layers >= layout.num_layers
         )
-        if sizes:
-            with HostRig(layout, max(sizes), device, self.seed) as rig:
-                rig.prepare(progress)
-                for blocks in sizes:
-                    for direction in DIRECTIONS:
-                        results.rows.extend(self._rows(rig, direction, blocks, groups, progress))
         return results
 
     def _rows(
-        self, rig: HostRig, direction: str, blocks: int, groups: Sequence[int], progress: Progress
-    ) -> list[dict[str, Any]]:
-        size = TransferSize(blocks, blocks * rig.layout.block_bytes * len(DIRECTIONS[direction]))
-        return take_turns(direction, host_ways(rig, direction, blocks, groups), size, self.repeat, progress)
+        self,
+        shape: TransferShape,
+        blocks: int,
+        offload: OffloadConfig,
+        skipped: list[str],
+        progress: Progress,
+    ) -> Iterator[Row]:
+        num_layers, folder = shape.layout.num_layers, offload.ssd_dir
+        if folder is not None:
+            # So little that every run writes over what the run before has written, as the raw file's do.
+            num_bytes = _tier_bytes(blocks, shape.layout.block_bytes)
+            offload = replace(offload, ssd_gib=(num_bytes + 1) / GIB)
+        with TransferRig(shape, blocks, offload) as rig:
+            rig.fill(progress)
+            if folder is not None:
+                file = RawFile(Path(folder), rig)
+                with contextlib.closing(file):
+                    yield from take_turns("ssd", disk_ways(rig, file), rig.size, self.repeat, progress)
+                if not file.direct:
+                    skipped.append(
+                        f"O_DIRECT: the file system of {folder} has none, so that these figures are of memory"
+                    )
+            elif offload.remote is not None:
+                for row in take_turns("remote", store_ways(rig), rig.size, self.repeat, progress):
+                    yield row | {"percent_of_raw": None}
+            else:
+                groups = [num_layers, *(layers for layers in self.layers if layers < num_layers)]
+                for direction, ends in DIRECTIONS.items():
+                    size = TransferSize(blocks, rig.size.num_bytes * len(ends))
+                    yield from take_turns(
+                        direction, host_ways(rig, direction, groups), size, self.repeat, progress
+                    )
 
-    def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        groups = list(dict.fromkeys((row["direction"], row["blocks"]) for row in rows))
-        found = {(_title(row), row["direction"], row["blocks"]): row["gb_s"] for row in rows}
-        titles = list(dict.fromkeys(_title(row) for row in rows))
-        bars = {title: [found.get((title, *group)) for group in groups] for title in titles}
-        draw_bars(axes, [f"{direction}\n{blocks} blocks" for direction, blocks in groups], bars, size=6)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_ylabel("GB/s")
-        axes.set_ylim(top=1.25 * max(row["gb_s"] for row in rows))
-        axes.legend(fontsize=8, ncols=min(len(titles), 4), loc="upper center")
+    def draw(self, axes: Any, rows: list[Row]) -> None:
+        points = [
+            (
+                row["way"] + (f" by {row['layers']} layers" if row["layers"] else ""),
+                f"{row['direction']}\n{row['blocks']} blocks",
+                row["gb_s"],
+            )
+            for row in rows
+        ]
+        draw_points(axes, points, "", "GB/s", size=6)
 
 
-def _refusal(one_way: int, device: torch.device) -> str | None:
-    needs = {device: 3 * one_way}  # room for both directions, and for scattering
-    # the same twice; pinned memory comes in powers of two
-    needs[torch.device("cpu")] = needs.get(torch.device("cpu"), 0) + 6 * one_way
-    return too_large(needs)
+def _refusal(blocks: int, shape: TransferShape, offload: OffloadConfig) -> str | None:
+    block_bytes, cpu = shape.layout.block_bytes, torch.device("cpu")
+    if offload.ssd_dir is not None and block_bytes % SECTOR_BYTES:
+        return (
+            f"blocks of {block_bytes} bytes are no whole sectors of {SECTOR_BYTES}, and raw O_DIRECT moves "
+            "nothing else"
+        )
+    one_way = blocks * block_bytes
+    needs = {shape.device: 3 * one_way}  # room for both directions, and for checks
+    needs[cpu] = needs.get(cpu, 0) + 6 * one_way  # the same twice; pinned memory comes in powers of two
+    rooms = [(needed, f"on {where}", free_bytes(where)) for where, needed in needs.items()]
+    if offload.ssd_dir is not None:
+        free = shutil.disk_usage(offload.ssd_dir).free
+        rooms.append((one_way + _tier_bytes(blocks, block_bytes), "there", free))
+    for needed, where, free in rooms:
+        if needed > free:
+            return f"they need {needed / 1e9:.1f} GB {where}, where {free / 1e9:.1f} are free"
+    return None
 
 
-def _title(row: dict[str, Any]) -> str:
-    return row["way"] if row["layers"] is None else f"{row['way']} by {row['layers']} layers"
-
-
-# ----------------------------------------------------------------------------------------------------- config
+def _tier_bytes(blocks: int, block_bytes: int) -> int:
+    return LOCK_BYTES + segment_bytes(blocks, block_bytes) + _SPARE_SLOTS * slot_bytes(block_bytes)
 
 
 def dimensions_of(model: str) -> tuple[str, ModelConfig]:

@@ -1,63 +1,68 @@
-"""Ways of getting blocks from one place to another, taking turns so that all meet the same machine; and those
-between device and host memory. Owns the turns, arenas, lanes and slots; which ways are measured is the
-measurement's choice.
+"""Ways of moving blocks between tiers. They take turns, so that all meet the same machine. Owns a cache
+without an engine (real arenas, lanes, copies and books), the blocks in it, and a raw file next to a disk's.
 
-A way that launches copies in another manner is one function more, and one entry more in `HOST_WAYS`.
+To compare another way of copying between device and host memory, add it to `HOST_WAYS`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import threading
+import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.bench.run import WARM_UP, runs
-from penstock.contract import Access, Fence, Mode
+from penstock.config import GIB, Config, OffloadConfig
 from penstock.engine.inbox import Inbox
-from penstock.errors import ConfigError, InvariantBroken
-from penstock.kv.build import make_movers
-from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, free_bytes
+from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
+from penstock.kv.blocks.key import Scope
+from penstock.kv.build import open_cache
+from penstock.kv.memory import BlockLayout
+from penstock.kv.tiers.store import Outcome, checksum
 from penstock.kv.transfer import Group, Transfer
-from penstock.lanes.lane import Ticket
 from penstock.models.progress import Progress
 
-RAW = "raw"
+RAW, TIER = "raw", "tier"
 PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
-CLOSE_S = 60.0
+WRITE_SSD, READ_SSD = "host to ssd", "ssd to host"
+WRITE_REMOTE, READ_REMOTE = "host to remote", "remote to host"
+OWNER = "bench"
+RAW_THREADS = 4  # more of them did not make a disk faster
+_WAIT_S = 600.0
+_CLOSE_S = 60.0
+_PIN_POLL_S = 0.01
 
-Wait = Callable[[], None]  # blocks until the launched work is over, and raises its error
-Launch = Callable[[], Wait]  # submits all of it
-Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before it
+Row = dict[str, Any]
+Slots = Sequence[int]
+# It prepares, yields, submits, yields, waits until all is over, yields, and checks. The clock runs from the
+# first to the last yield.
+Turn = Iterator[None]
 
 
-@dataclass(frozen=True, slots=True)
-class TransferWay:
+class TransferWay(NamedTuple):
     """One way of moving blocks. The argument of `turn` asks for a check that no byte was there before, and
-    that every byte is afterwards. Its work before the launch and after the end is not timed."""
+    that every byte is afterwards."""
 
     direction: str
     name: str
-    turn: Callable[[bool], AbstractContextManager[Launch]]
-    # the ways to compare with, the fastest of them; (): none; None: the first way of all
-    beside: Beside | None = None
+    turn: Callable[[bool], Turn]
+    # directions and names of earlier ways; it is compared with the fastest of them
+    beside: tuple[tuple[str, str], ...] = ()
     layers: int | None = None  # that it moves at a time; None: all
-
-
-class Timed(NamedTuple):
-    submit_s: float  # of the thread that submits
-    total_s: float  # from submit to over
 
 
 class TransferSize(NamedTuple):
@@ -65,281 +70,225 @@ class TransferSize(NamedTuple):
     num_bytes: int
 
 
+class TransferShape(NamedTuple):
+    """Size and number of transfers."""
+
+    layout: BlockLayout
+    device: torch.device
+    repeat: int
+    seed: int
+
+
 def take_turns(
-    stage: str,
-    ways: Sequence[TransferWay],
-    size: TransferSize,
-    repeat: int,
-    progress: Progress,
-    turning: bool = False,
-) -> list[dict[str, Any]]:
-    """Every way once per run, and a row for each; `turning`: in an order that turns around, so that none
-    always comes behind the same. The run that only warms up is checked byte by byte."""
-    taken: list[list[Timed]] = [[] for _ in ways]
+    stage: str, ways: Sequence[TransferWay], size: TransferSize, repeat: int, progress: Progress
+) -> list[Row]:
+    """Every way once per run, and a row for each. The order turns around, so that none always follows the
+    same. The run that only warms up is checked byte by byte."""
+    taken: list[list[tuple[float, float]]] = [[] for _ in ways]
     for run in runs(f"{stage}, {size.blocks} blocks", repeat, progress):
-        for number in reversed(range(len(ways))) if turning and run % 2 else range(len(ways)):
-            one = _timed(ways[number], run == WARM_UP)
+        for way, timed in list(zip(ways, taken, strict=True))[:: -1 if run % 2 else 1]:
+            started, submitted, ended = (time.perf_counter() for _ in way.turn(run == WARM_UP))
             if run != WARM_UP:
-                taken[number].append(one)
-    rows: list[dict[str, Any]] = []
+                timed.append((ended - started, submitted - started))
+    rows: list[Row] = []
     for way, timed in zip(ways, taken, strict=True):
-        rows.append(_row(way, size, timed))
-        _compare(rows[-1], way, rows)
+        rows.append(_row(way, size, timed, rows))
     return rows
 
 
-def _timed(way: TransferWay, checked: bool) -> Timed:
-    with way.turn(checked) as launch:
-        started = perf_counter()
-        wait = launch()
-        submitted = perf_counter()
-        wait()
-        ended = perf_counter()
-    return Timed(submitted - started, ended - started)
-
-
-def _row(way: TransferWay, size: TransferSize, timed: list[Timed]) -> dict[str, Any]:
-    total_s = median(one.total_s for one in timed)
+def _row(way: TransferWay, size: TransferSize, timed: list[tuple[float, float]], rows: list[Row]) -> Row:
+    total, submit = (
+        {"median": median(all_s) * 1000, "all": [one * 1000 for one in all_s]}
+        for all_s in zip(*timed, strict=True)
+    )
+    gb_s = size.num_bytes / total["median"] / 1e6
+    others = [row for row in rows if (row["direction"], row["way"]) in way.beside]
+    fastest = max(others, key=lambda row: row["gb_s"], default=None)
     return {
         "direction": way.direction,
         "blocks": size.blocks,
         "bytes": size.num_bytes,
         "way": way.name,
-        **({"beside": None} if way.beside is not None else {}),
+        "beside": None if fastest is None else f"{fastest['direction']}, {fastest['way']}",
         "layers": way.layers,
-        "gb_s": size.num_bytes / total_s / 1e9,
-        "percent_of_raw": 100.0,
-        "total_ms": {"median": total_s * 1000, "all": [one.total_s * 1000 for one in timed]},
-        "submit_ms": {
-            "median": median(one.submit_s for one in timed) * 1000,
-            "all": [one.submit_s * 1000 for one in timed],
-        },
+        "gb_s": gb_s,
+        "percent_of_raw": 100.0 if fastest is None else 100 * gb_s / fastest["gb_s"],
+        "total_ms": total,
+        "submit_ms": submit,
     }
 
 
-def _compare(row: dict[str, Any], way: TransferWay, rows: list[dict[str, Any]]) -> None:
-    of = (
-        rows[:1]
-        if way.beside is None
-        else [one for one in rows if (one["direction"], one["way"]) in way.beside]
-    )
-    if of:
-        fastest = max(of, key=lambda one: one["gb_s"])
-        row["percent_of_raw"] = 100 * row["gb_s"] / fastest["gb_s"]
-        if way.beside:
-            row["beside"] = f"{fastest['direction']}, {fastest['way']}"
+class TransferRig:
+    """A cache with room for twice `num_blocks` on the device and in host memory, full of random bytes, and
+    the tiers of `offload`. Half of the host's blocks have keys, those of one prompt."""
 
-
-def too_large(needs: dict[torch.device, int]) -> str | None:
-    """Why this much memory per device is not available; None: it is."""
-    for where, needed in needs.items():
-        if needed > (free := free_bytes(where)):
-            return f"they need {needed / 1e9:.1f} GB on {where}, where {free / 1e9:.1f} are free"
-    return None
-
-
-# ------------------------------------------------------------------------------------ between device and host
-
-
-class Case(NamedTuple):
-    """The work: blocks each way, layers at a time."""
-
-    direction: str
-    blocks: int
-    layers: int
-
-
-class HostRig:
-    """Two arenas full of random bytes, a mover for each direction, and which scattered slots go where."""
-
-    def __init__(self, layout: BlockLayout, most_blocks: int, device: torch.device, seed: int) -> None:
-        self.layout = layout
-        self.device = DeviceArena(layout, 2 * most_blocks, device)
-        self.host = HostArena(layout, 2 * most_blocks, device)
-        self.movers = dict(zip((PROMOTE, DEMOTE), make_movers(self.device, self.host), strict=True))
-        self.inbox = Inbox(sharp=device.type == "cuda")
-        for mover in self.movers.values():
-            mover.wake = self.inbox.wake
-        random = np.random.default_rng(seed)
-        self._device_slots, self._host_slots = (
-            random.permutation(2 * most_blocks).reshape(2, most_blocks) for _ in range(2)
+    def __init__(self, shape: TransferShape, num_blocks: int, offload: OffloadConfig) -> None:
+        self.layout, device, _, seed = shape
+        layout, room = self.layout, 2 * num_blocks
+        scope = Scope(
+            secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none"
         )
-        # as many bytes of host memory as the arena has, in one piece; those of the device
-        self.pieces: tuple[Tensor, ...] = ()
-        generator = torch.Generator(device).manual_seed(seed)
-        self.device.tensor.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
+        offload = replace(
+            offload,
+            host_gib=(room + 0.5) * layout.block_bytes / GIB,
+            eviction="lru",
+            lease_s=_WAIT_S,
+            load_always=True,
+            load_deadline_s=_WAIT_S,
+        )
+        opened = open_cache(Config(offload=offload), layout, scope, device, room)
+        self.cache, self.device = opened.cache, opened.arena
+        self.host: Any = opened.host_arena
+        self.tier: Any = next(iter(self.cache.cold_tiers.values()), None)
+        self.size = TransferSize(num_blocks, num_blocks * layout.block_bytes)
+        self.movers = {PROMOTE: self.cache.loads.mover, DEMOTE: self.cache.saves.mover}
+        self._inbox = Inbox(sharp=device.type == "cuda")
+        self.cache.call_when_launched(self._inbox.wake)
+        random = np.random.default_rng(seed)
+        self._slots = [random.permutation(room).reshape(2, -1) for _ in ("device", "host")]
+        tokens = random.integers(0, 1 << 16, num_blocks * layout.block_tokens)
+        prefix: Any = self.cache.prefix_of(tokens, "", None)
+        self.prefix, self.keys = prefix, prefix.keys
+        self.device.tensor.view(torch.int16).random_(
+            -(1 << 15), 1 << 15, generator=torch.Generator(device).manual_seed(seed)
+        )
+        # the first bytes of the device, and as many in one piece of host memory
+        self.piece = self.device.tensor.view(torch.uint8).flatten()[: 2 * self.size.num_bytes]
+        self.host_piece = torch.empty(
+            len(self.piece), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        ).copy_(self.piece)
 
-    def prepare(self, progress: Progress) -> None:
-        """Pin host memory and give it other bytes than the device has."""
-        pin_all(self.host, progress)
+    def fill(self, progress: Progress) -> None:
+        """Wait for host memory, and give it other bytes than the device has at the same slots."""
+        tier = self.cache.host
+        while tier.memory is not None and not tier.memory.is_over:
+            progress("pinning", tier.num_slots - tier.num_unready, tier.num_slots)
+            time.sleep(_PIN_POLL_S)
+        if tier.num_unready:
+            raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
         # by the CPU: CUDA copies nothing across two pinned pieces
         self.host.tensor.copy_(self.device.tensor[1:].cpu())
-        device = self.device.tensor.view(torch.uint8).flatten()
-        host = torch.empty(
-            self.host.num_bytes, dtype=torch.uint8, pin_memory=self.device.device.type == "cuda"
-        )
-        self.pieces = host.copy_(device[: len(host)]), device
+        taken = tier.take(self.keys, range(len(self.keys)), OWNER)
+        if taken.reservation is None or taken.keys != list(self.keys):
+            raise InvariantBroken(f"{len(taken.keys)} of {len(self.keys)} blocks fit into an empty host tier")
+        self._checksums = [checksum(self.host.view(slot)) for slot in taken.reservation.slots]
+        tier.land(taken)
 
-    def slots(self, direction: str, blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, dest); those of the two directions have nothing in common."""
-        half = (PROMOTE, DEMOTE).index(direction)
-        device, host = self._device_slots[half, :blocks], self._host_slots[half, :blocks]
-        return (host, device) if direction == PROMOTE else (device, host)
+    # -------------------------------------------------------------------------------- between device and host
 
-    def arenas(self, direction: str) -> tuple[HostArena | DeviceArena, HostArena | DeviceArena]:
-        """(source, dest)."""
-        return (self.host, self.device) if direction == PROMOTE else (self.device, self.host)
+    def ends(self, direction: str) -> list[tuple[Tensor, Any]]:
+        """Memory and slots of source and destination; those of the two directions have no slot in common."""
+        slots = (half[int(direction == DEMOTE)] for half in self._slots)
+        ends = list(zip((self.device.tensor, self.host.tensor), slots, strict=True))
+        return ends if direction == DEMOTE else ends[::-1]
 
-    def groups(self, case: Case) -> list[tuple[int, int]]:
-        """Layers that are moved at a time."""
-        num_layers = self.layout.num_layers
-        return [(first, min(first + case.layers, num_layers)) for first in range(0, num_layers, case.layers)]
+    def spoil(self, *directions: str) -> None:
+        """Clear the destinations. Done when this returns, also on a GPU."""
+        for direction in directions:
+            memory, slots = self.ends(direction)[1]
+            memory[slots] = 0
+            self.movers[direction].lane.drain()
+        self.piece[0].item()
 
-    def spoil(self, case: Case) -> None:
-        """Clear the destinations."""
-        for direction in DIRECTIONS[case.direction]:
-            dest = self.arenas(direction)[1].tensor
-            for slot in self.slots(direction, case.blocks)[1].tolist():
-                dest[slot].zero_()
-        if self.device.device.type == "cuda":
-            self.device.tensor[0, 0, 0, 0, 0, 0].item()  # work launched outside the lanes is over, too
-        for mover in self.movers.values():
-            mover.lane.drain()
+    def check_moved(self, way: str, *directions: str) -> None:
+        for direction in directions:
+            source, dest = (memory[slots].cpu().view(torch.int16) for memory, slots in self.ends(direction))
+            if not torch.equal(source, dest):
+                raise InvariantBroken(f"{way}, {direction}: a slot does not hold what its source did")
 
-    def check(self, case: Case, way: str) -> None:
-        """Every byte has arrived."""
-        for direction in DIRECTIONS[case.direction]:
-            source, dest = (
-                arena.tensor.view(len(arena.tensor), -1).view(torch.int32) for arena in self.arenas(direction)
-            )
-            for source_slot, dest_slot in zip(
-                *(slots.tolist() for slots in self.slots(direction, case.blocks)), strict=True
-            ):
-                if not torch.equal(
-                    source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)
-                ):
-                    raise InvariantBroken(
-                        f"{way}, {case}: slot {dest_slot} does not hold what slot {source_slot} did "
-                        f"({direction})"
-                    )
+    # ------------------------------------------------------------------------------------- behind host memory
 
-    def __enter__(self) -> HostRig:
+    def check(self, views: Sequence[memoryview], what: str) -> None:
+        """`views` hold the blocks with keys, in order."""
+        for number, (view, expected) in enumerate(zip(views, self._checksums, strict=True)):
+            if checksum(view) != expected:
+                raise InvariantBroken(f"{what}: block {number} is not what was written")
+
+    @contextmanager
+    def room(self, checked_as: str | None) -> Iterator[Slots]:
+        """Host slots to read the blocks into. `checked_as`: they are empty before, and hold the blocks
+        afterwards."""
+        reservation = self.cache.host.take_private(len(self.keys), OWNER)
+        if reservation is None:
+            raise InvariantBroken("there is no room to read into")
+        views = [self.host.view(slot) for slot in reservation.slots]
+        for view in views if checked_as else ():
+            view[:] = bytes(len(view))
+        yield reservation.slots
+        if checked_as:
+            self.check(views, checked_as)
+        self.cache.host.end_handles([reservation])
+
+    def wait_until(self, over: Callable[[], bool], settle: Callable[[], object] | None = None) -> None:
+        """Settle what there is to settle, as an engine without other work does."""
+        by_s = time.monotonic() + _WAIT_S
+        while True:
+            (settle or self.cache.settle)()
+            if over():
+                return
+            if time.monotonic() > by_s:
+                raise DeadlineExceeded(f"blocks are still on their way after {_WAIT_S:g} s")
+            self._inbox.wait(self.cache.look_again_s)
+
+    def empty_store(self) -> None:
+        """Raises StoreFailed."""
+        resetting = self.cache.reset(self.cache.cold_tiers)
+        self.wait_until(lambda: resetting.settled)
+        if resetting.error is not None:
+            raise resetting.error
+
+    def wait_idle(self) -> None:
+        self.wait_until(lambda: not self.cache.num_in_flight)
+
+    def __enter__(self) -> TransferRig:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for mover in self.movers.values():
-            mover.close(CLOSE_S)
-        self.host.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        """What the store got is removed from it. After an error as much of that as can be done."""
+        for end in (self.wait_idle, self.empty_store, partial(self.cache.close, _CLOSE_S)):
+            with contextlib.suppress(*(() if kind is None else (PenstockError,))):
+                end()
 
 
-def pin_all(arena: HostArena, progress: Progress) -> None:
-    """On a thread of its own, as `prepare` wants it. Raises ConfigError where not all of it can be pinned."""
-    ready: list[range] = []
-    told = partial(progress, "pinning")
-    thread = threading.Thread(
-        target=lambda: arena.prepare(ready.append, told, lambda: False), name="bench-pin", daemon=True
-    )
-    thread.start()
-    thread.join()
-    if not ready or ready[-1].stop < arena.num_slots:
-        raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
+# ------------------------------------------------------------------------------ ways between device and host
 
 
-def host_ways(rig: HostRig, direction: str, blocks: int, groups: Sequence[int]) -> list[TransferWay]:
+def host_ways(rig: TransferRig, direction: str, groups: Sequence[int]) -> list[TransferWay]:
     """`groups`: layers that are moved at a time, all of them first."""
-    cases = [
-        (name, Case(direction, blocks, layers))
-        for name in HOST_WAYS
-        for layers in (groups[:1] if name == RAW else groups)
-    ]
+
+    def turn(name: str, layers: int, checked: bool) -> Turn:
+        directions = DIRECTIONS[direction] if checked and name != RAW else ()  # raw touches none of the slots
+        rig.spoil(*directions)
+        yield
+        yield from HOST_WAYS[name](rig, direction, layers)
+        yield
+        rig.check_moved(name, *directions)
+
     return [
         TransferWay(
             direction,
             name,
-            partial(_take_turn, rig, name, case),
-            layers=case.layers if case.layers < groups[0] else None,
+            partial(turn, name, layers),
+            () if name == RAW else ((direction, RAW),),
+            layers if layers < groups[0] else None,
         )
-        for name, case in cases
+        for name in HOST_WAYS
+        for layers in (groups[:1] if name == RAW else groups)
     ]
 
 
-@contextmanager
-def _take_turn(rig: HostRig, name: str, case: Case, checked: bool) -> Iterator[Launch]:
-    checked = checked and name != RAW  # which touches none of the slots
-    if checked:
-        rig.spoil(case)
-    yield partial(HOST_WAYS[name], rig, case)
-    if checked:
-        rig.check(case, name)
-
-
-def copy_raw(rig: HostRig, case: Case) -> Wait:
+def copy_raw(rig: TransferRig, direction: str, layers: int) -> Turn:
     """The ceiling: one copy of as many bytes that lie in one piece on both sides, pinned on the host's."""
-    launched, num_bytes = [], case.blocks * rig.layout.block_bytes
-    for direction in DIRECTIONS[case.direction]:
-        first = 0 if direction == PROMOTE else len(rig.pieces[0]) // 2
-        host, device = (piece[first : first + num_bytes] for piece in rig.pieces)
-        ends = (host, device) if direction == PROMOTE else (device, host)
-        lane = rig.movers[direction].lane
-        launched.append((lane.submit(partial(_copy_piece, *ends), label=direction), lane.record()))
-    return partial(_wait_over, launched)
-
-
-def copy_blocks(rig: HostRig, case: Case) -> Wait:
-    """Scattered blocks, as transfers copy them: an op and a fence for each group of layers."""
     launched = []
-    for layers in rig.groups(case):
-        for direction in DIRECTIONS[case.direction]:
-            (source, dest), mover = rig.slots(direction, case.blocks), rig.movers[direction]
-            read_from, written_to = rig.arenas(direction)
-            accesses = (
-                Access(read_from.name, source, layers, Mode.READ),
-                Access(written_to.name, dest, layers, Mode.WRITE),
-            )
-            ticket = mover.lane.submit(
-                partial(mover.copier.copy, source, dest, layers), accesses, label=direction
-            )
-            launched.append((ticket, mover.lane.record()))
-    return partial(_wait_over, launched)
-
-
-def move_blocks(rig: HostRig, case: Case) -> Wait:
-    """The same through movers, as the engine does it: submitted in one call, launched on another thread, over
-    when polling says so."""
-    groups = [Group(layers) for layers in rig.groups(case)]
-    transfers = []
-    for direction in DIRECTIONS[case.direction]:
-        transfer = Transfer(direction, groups)
-        transfer.source_slots, transfer.dest_slots = rig.slots(direction, case.blocks)
-        rig.movers[direction].submit(transfer)
-        transfers.append(transfer)
-
-    def wait() -> None:
-        movers = rig.movers.values()
-        while not all(transfer.settled for transfer in transfers):
-            if not any(mover.settle() for mover in movers):
-                rig.inbox.wait(min(mover.look_again_s() for mover in movers))
-        for transfer in transfers:
-            if (error := transfer.error()) is not None:
-                raise error
-
-    return wait
-
-
-# By name; the first is what the others are compared with.
-HOST_WAYS: dict[str, Callable[[HostRig, Case], Wait]] = {
-    RAW: copy_raw,
-    "blocks": copy_blocks,
-    "moved": move_blocks,
-}
-
-
-def _wait_over(launched: Sequence[tuple[Ticket, Fence]]) -> None:
-    for _, end in launched:
+    for one in DIRECTIONS[direction]:
+        half = slice(rig.size.num_bytes, None) if one == DEMOTE else slice(rig.size.num_bytes)
+        ends, lane = [rig.piece[half], rig.host_piece[half]], rig.movers[one].lane
+        copy = partial(_copy_piece, *(ends if one == DEMOTE else ends[::-1]))
+        launched.append((lane.submit(copy, label=one), lane.record()))
+    yield
+    for ticket, end in launched:
         end.wait_passed()
-    for ticket, _ in launched:
-        if (error := ticket.error()) is not None:
-            raise error
+        _raise(ticket.error())
 
 
 def _copy_piece(source: Tensor, dest: Tensor) -> None:
@@ -348,3 +297,175 @@ def _copy_piece(source: Tensor, dest: Tensor) -> None:
         ctypes.memmove(dest.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         dest.copy_(source, non_blocking=True)
+
+
+def move_blocks(rig: TransferRig, direction: str, layers: int) -> Turn:
+    """Scattered blocks through movers, as the engine does it: submitted in one call, launched on another
+    thread, over when polling says so."""
+    transfers, most = [], rig.layout.num_layers
+    for one in DIRECTIONS[direction]:
+        groups = [Group((first, min(first + layers, most))) for first in range(0, most, layers)]
+        transfer = Transfer(one, groups)
+        (_, transfer.source_slots), (_, transfer.dest_slots) = rig.ends(one)
+        rig.movers[one].submit(transfer)
+        transfers.append(transfer)
+    yield
+    rig.wait_until(
+        lambda: all(transfer.settled for transfer in transfers),
+        lambda: [mover.settle() for mover in rig.movers.values()],
+    )
+    for transfer in transfers:
+        _raise(transfer.error())
+
+
+HOST_WAYS: dict[str, Callable[[TransferRig, str, int], Turn]] = {RAW: copy_raw, "moved": move_blocks}
+
+
+# ------------------------------------------------------------------------------------ ways behind host memory
+
+
+def write_tier(rig: TransferRig, direction: str, checked: bool, persist: bool = False) -> Turn:
+    """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or
+    when it is safe as well."""
+    rig.empty_store()
+    yield
+    slots, pin = rig.cache.host.pin_each(rig.keys, OWNER)
+    writing = rig.tier.try_write(rig.keys, range(len(rig.keys)), slots, pin, must=True)
+    if writing is None:
+        raise StoreFailed(f"the {rig.tier.name} tier takes no blocks")
+    last = rig.tier.persist() if persist else writing
+    yield
+    rig.wait_until(lambda: writing.settled and last.settled)
+    yield
+    _raise(last.error if persist else None)
+    _require_done(writing.outcomes, direction, writing.error)
+
+
+def read_tier(rig: TransferRig, direction: str, checked: bool) -> Turn:
+    """From the store into host slots, on the tier's lanes."""
+    with rig.room(f"{direction}, {TIER}" if checked else None) as slots:
+        yield
+        size = rig.tier.group_blocks
+        parts = [slice(first, first + size) for first in range(0, len(rig.keys), size)]
+        groups = [rig.tier.read(rig.keys[part], slots[part], (), OWNER) for part in parts]
+        yield
+        rig.wait_until(lambda: all(group.over() for group in groups))
+        yield
+        _require_done([outcome for group in groups for outcome in group.take_outcomes()], direction)
+
+
+def _require_done(outcomes: Sequence[Outcome], direction: str, why: BaseException | None = None) -> None:
+    if num_lost := sum(outcome is not Outcome.DONE for outcome in outcomes):
+        raise StoreFailed(f"{direction}: {num_lost} of {len(outcomes)} blocks did not come across") from why
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def promote(rig: TransferRig, direction: str, checked: bool) -> Turn:
+    """From the store to the device, through host memory, as a request's prefix comes: leased, promoted block
+    by block, settled."""
+    cache, num = rig.cache, len(rig.keys)
+    rig.wait_idle()
+    cache.reset(("device", "host"))
+    if checked:
+        rig.host.tensor.zero_()
+        rig.device.tensor.zero_()
+    rig.piece[0].item()  # a GPU has done it
+    yield
+    lease: Any = cache.lease(OWNER, rig.prefix)
+    rig.wait_until(lambda: lease.ready)
+    if (found := cache.match(rig.keys, lease).num_colder) != num:
+        raise InvariantBroken(f"the {rig.tier.name} tier has {found} of {num} blocks that were written")
+    table = cache.open(OWNER, rig.prefix, 0)
+    load = table.promote(lease, num, rig.layout.block_tokens)
+    yield
+    rig.wait_until(lambda: load.settled)
+    yield
+    _raise(load.error())
+    if checked:
+        slots = table.slots(num * rig.layout.block_tokens).tolist()
+        blocks = (rig.device.tensor[slot].cpu().flatten().view(torch.uint8).numpy() for slot in slots)
+        rig.check([memoryview(block.tobytes()) for block in blocks], direction)
+    table.release(None)
+    rig.wait_idle()
+
+
+class RawFile:
+    """A file next to the disk tier's, with room for the rig's blocks, and threads that move them."""
+
+    def __init__(self, folder: Path, rig: TransferRig) -> None:
+        self._rig, self._path = rig, folder / "raw"
+        self._threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
+        flags, num_bytes = os.O_RDWR | os.O_CREAT, rig.size.num_bytes
+        self.direct = True
+        try:
+            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            self.direct = False
+            self._fd = os.open(self._path, flags, 0o600)
+        try:
+            os.posix_fallocate(self._fd, 0, num_bytes)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}"
+            ) from error
+
+    def write(self, checked: bool, synced: bool = False) -> Turn:
+        """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it
+        has them."""
+        slots, pin = self._rig.cache.host.pin_each(self._rig.keys, OWNER)
+        yield from self._move(os.pwritev, slots, synced)
+        self._rig.cache.host.end_handles([pin])
+
+    def read(self, checked: bool) -> Turn:
+        """The ceiling of a read: the same bytes into the same kind of slots."""
+        with self._rig.room(f"{READ_SSD}, {RAW}" if checked else None) as slots:
+            yield from self._move(os.preadv, slots)
+
+    def _move(self, call: Callable[[int, Any, int], int], slots: Slots, synced: bool = False) -> Turn:
+        """`call`: descriptor, buffers, offset -> bytes moved."""
+        size, views = self._rig.layout.block_bytes, [self._rig.host.view(slot) for slot in slots]
+
+        def move(first: int) -> None:
+            for number in range(first, len(views), RAW_THREADS):
+                if call(self._fd, [views[number]], number * size) != size:
+                    raise InvariantBroken(f"the system moved less than the {size} bytes of block {number}")
+
+        yield
+        moved = self._threads.map(move, range(RAW_THREADS))
+        yield
+        list(moved)  # raises what a thread did
+        if synced:
+            os.fdatasync(self._fd)
+        yield
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._fd)
+        self._path.unlink()
+
+
+def disk_ways(rig: TransferRig, file: RawFile) -> list[TransferWay]:
+    """Transfers are compared with the raw file; promotions with reading it."""
+    synced, raw_read, up = "raw, synced", ((READ_SSD, RAW),), "ssd to device"
+    write = partial(write_tier, rig, WRITE_SSD)
+    return [
+        TransferWay(WRITE_SSD, RAW, file.write),
+        TransferWay(WRITE_SSD, TIER, write, ((WRITE_SSD, RAW),)),
+        TransferWay(WRITE_SSD, synced, partial(file.write, synced=True)),
+        TransferWay(WRITE_SSD, "tier, persisted", partial(write, persist=True), ((WRITE_SSD, synced),)),
+        TransferWay(READ_SSD, RAW, file.read),
+        TransferWay(READ_SSD, TIER, partial(read_tier, rig, READ_SSD), raw_read),
+        TransferWay(up, "pipelined", partial(promote, rig, up), raw_read),
+    ]
+
+
+def store_ways(rig: TransferRig) -> list[TransferWay]:
+    return [
+        TransferWay(WRITE_REMOTE, TIER, partial(write_tier, rig, WRITE_REMOTE)),
+        TransferWay(READ_REMOTE, TIER, partial(read_tier, rig, READ_REMOTE)),
+    ]

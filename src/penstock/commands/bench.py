@@ -23,7 +23,7 @@ from penstock.bench.report import (
     require_matplotlib,
     write_json,
 )
-from penstock.bench.run import Bench, scratch_ssd
+from penstock.bench.run import Bench, Driver, scratch_ssd
 from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.bench.ttft import RestartBench
@@ -44,11 +44,13 @@ def run_bench(config: Config, bench: Bench) -> BenchReport:
         with ProgressBar() as bar:
             engine.warm(bar)
             settle_process()
-            results = bench.measure(engine, config, bar)
+            driver = Driver(engine, config, bar)
+            driver.wait_ready()
+            results = bench.measure(driver)
         # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
         engine.close(timeout_s=60.0)
         name = engine.name
-        del engine
+        del engine, driver
         gc.unfreeze()
         gc.collect()  # its memory, before another engine wants it
     return BenchReport(bench, name, config, results)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, percentiles
-from penstock.bench.agents_replay import Agenda, EngineReplay, Record, ServerAddress, UrlReplay, source_of
+from penstock.bench.agents_replay import Record, ServerAddress, UrlReplay, UserReplay, source_of
+from penstock.bench.run import Driver
 from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
 from penstock.config import (
@@ -29,7 +30,7 @@ from penstock.config import (
     SchedulingName,
     ServerConfig,
 )
-from penstock.contract import FinishReason, SamplingParams, StepFailure, TokenEvent
+from penstock.contract import FinishReason, KvSource, SamplingParams, StepFailure, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
@@ -74,90 +75,56 @@ def roomy():
 # -------------------------------------------------------------------------------------------- order and reuse
 
 
-def try_next(agenda: Agenda) -> tuple[int, int] | None:
-    """As `wait_next`, without waiting; None: nothing is due."""
-    while not agenda._answered.empty():
-        agenda._schedule(agenda._answered.get())
-    return agenda._take() if agenda._due and agenda._due[0][0] <= agenda._clock() else None
-
-
-def run_by_hand(replay: EngineReplay) -> None:
-    """This thread both submits and steps."""
-    while replay._num_open:
-        while (due := try_next(replay._agenda)) is not None:
-            replay._submit(*due)
-        replay.step()
-        if replay._error is not None:
-            raise replay._error
-
-
-class OpenReplay(EngineReplay):
-    """Agents that allow answers up to the end of the context. Each ends as recorded, as by a stop string."""
-
-    def _submit(self, user: int, number: int) -> None:
-        ask = self._users[user].asks[number]
-        record = Record(self._users[user].conversation, number + 1, ask, self.now_s())
-        self.records.append(record)
-        listen, own_id = self._listener(user, record), f"{user} {number}"
-
-        def hear(event: TokenEvent) -> None:
-            is_over = event.finish is FinishReason.CANCELLED
-            listen(event._replace(finish=FinishReason.LENGTH) if is_over else event)
-            if event.finish is None and record.generated >= ask.max_tokens:
-                self._engine.cancel(own_id)
-
-        room = self._engine.max_model_len - len(ask.prompt)
-        sampling = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True, stop=("never",))
-        self._engine.submit(ask.prompt, sampling, hear, cache_salt=self._salt, request_id=own_id)
-
-
 @cache
-def replayed(
-    host_blocks: int, scheduling: SchedulingName = "cost", replays: type[EngineReplay] = EngineReplay
-) -> list[Record]:
-    """From one thread alone, so that who is asked when depends on nothing but steps."""
+def replayed(host_blocks: int, scheduling: SchedulingName = "cost", generous: bool = False) -> list[Record]:
+    """From one thread alone, so that who is asked when depends on nothing but steps. `generous`: agents allow
+    answers up to the end of the context, and each ends as recorded, as by a stop string."""
     engine = build(config_of(host_blocks, scheduling))
-    chosen = select(read_conversations(EXCERPT), ASKING.users, ASKING.context, ASKING.requests)
-    replay = replays(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
-    run_by_hand(replay)
+    due = [(user, 0) for user in users_of(engine.tokenizer.vocab_size)]
+    records: list[Record] = []
+
+    def submit(user: User, number: int) -> None:
+        ask, own_id = user.asks[number], f"{user.conversation} {number}"
+        records.append(record := Record(user.conversation, number + 1, ask, time.perf_counter()))
+
+        def listen(event: TokenEvent) -> None:
+            if event.tokens:
+                record.came(time.perf_counter(), len(event.tokens))
+            if event.source is not None:
+                record.source, record.waited_s = dataclasses.asdict(event.source), event.waited_s
+            if event.finish is not None:
+                assert event.finish is (FinishReason.CANCELLED if generous else FinishReason.LENGTH)
+                record.end_s = time.perf_counter()
+                due.extend([(user, number + 1)] if number + 1 < len(user.asks) else [])
+            elif generous and record.generated >= ask.max_tokens:
+                engine.cancel(own_id)
+
+        most = engine.max_model_len - len(ask.prompt) if generous else ask.max_tokens
+        stop = ("never",) if generous else ()
+        sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, stop=stop)
+        engine.submit(ask.prompt, sampling, listen, cache_salt="salt", request_id=own_id)
+
+    while due or not all(record.done for record in records):
+        while due:
+            submit(*due.pop(0))
+        if not engine.step():
+            engine.wait_work(0.01)
     engine.close(timeout_s=20.0)
-    return replay.records
+    return records
 
 
-@pytest.mark.parametrize("host_blocks", [ROOMY, TIGHT])
-def test_every_conversation_keeps_its_order_and_all_its_recorded_prompts_are_answered(host_blocks):
-    records = replayed(host_blocks)
-    chosen = select(read_conversations(EXCERPT), USERS, 65536, 6)
-    assert len(records) == NUM_REQUESTS and all(record.done for record in records)
-    for conversation in chosen:
-        mine = [record for record in records if record.conversation == conversation.id]
-        assert [record.number for record in mine] == list(range(1, 1 + len(conversation.requests)))
-        assert [len(record.ask.prompt) for record in mine] == [
-            one.num_tokens // 64 for one in conversation.requests
-        ]
-        for before, after in pairwise(mine):
-            assert before.submit_s < before.first_s <= before.end_s <= after.submit_s
-    for record in records:
-        assert sum(record.source.values()) == len(record.ask.prompt)
-        assert record.generated == record.ask.max_tokens
-        assert 0 <= record.waited_s <= record.first_s - record.submit_s, "it waits before its first token"
-
-
-def test_with_room_for_everything_all_that_an_infinite_cache_has_is_reused():
-    records = replayed(ROOMY)
-    reused = [len(record.ask.prompt) - record.source["computed"] for record in records]
-    assert reused == reusable([record.ask.prompt for record in records], 16)
-    assert sum(reused) > 0.75 * sum(len(record.ask.prompt) for record in records)
+def users_of(vocab: int, **changes) -> list[User]:
+    asking = dataclasses.replace(ASKING, **changes)
+    chosen = select(read_conversations(EXCERPT), asking.users, asking.context, asking.requests)
+    return asking.users_of(chosen, vocab)
 
 
 def shares(records: list[Record]) -> tuple[float, float]:
     """Of all prompt tokens: how many were reused, and how many could have been."""
+    prompts = [record.ask.prompt for record in records]
     reused = [len(record.ask.prompt) - record.source["computed"] for record in records]
-    possible = reusable([record.ask.prompt for record in records], 16)
-    assert all(had <= could for had, could in zip(reused, possible, strict=True)), (
-        "reused what was never there"
-    )
-    num_tokens = sum(len(record.ask.prompt) for record in records)
+    possible, num_tokens = reusable(prompts, 16), sum(map(len, prompts))
+    assert all(had <= could for had, could in zip(reused, possible, strict=True)), "never there, and reused"
     return sum(reused) / num_tokens, sum(possible) / num_tokens
 
 
@@ -169,88 +136,74 @@ def test_with_too_little_room_nearly_all_is_still_reused_because_of_who_runs_nex
     assert in_order < 0.6 * possible, "in order of arrival there is room enough, too: this shows nothing"
 
 
-def test_agents_that_allow_far_more_than_they_write_reuse_all_as_well():
-    """With room in host memory: with less, what is kept depends on when copies end."""
-    reused, possible = shares(replayed(ROOMY, replays=OpenReplay))
-    assert reused > 0.99 * possible
+@pytest.mark.parametrize("generous", [False, True])
+def test_with_room_for_everything_all_that_an_infinite_cache_has_is_reused(generous):
+    """Also by agents that allow far more than they write."""
+    reused, possible = shares(replayed(ROOMY, generous=generous))
+    assert possible > 0.75 and reused > (0.99 if generous else 0.9999) * possible
 
 
 # ---------------------------------------------------------------------------------------------------- figures
 
 
+def check_order(records: list[dict]) -> None:
+    """Every conversation has all its recorded prompts, one after the other."""
+    for conversation in select(read_conversations(EXCERPT), USERS, 65536, 6):
+        mine = [record for record in records if record["conversation"] == conversation.id]
+        assert [record["number"] for record in mine] == list(range(1, 1 + len(conversation.requests)))
+        lengths = [one.num_tokens // 64 for one in conversation.requests]
+        assert [record["prompt_tokens"] for record in mine] == lengths
+        assert all(before["end_s"] <= after["submit_s"] for before, after in pairwise(mine))
+
+
 def test_a_measurement_reports_first_and_later_turns_apart_and_both_together(roomy):
-    results = bench().measure(*roomy, silent)
+    results = bench().measure(Driver(*roomy))
     assert results.skipped == []
     first, later, whole = results.rows
     assert [row["turns"] for row in results.rows] == [FIRST, LATER, ALL]
-    assert (first["done"], later["done"], whole["done"], whole["requests"]) == (
-        USERS,
-        NUM_REQUESTS - USERS,
-        NUM_REQUESTS,
-        NUM_REQUESTS,
-    )
-    assert (
-        first["reused"] == 0.0
-        and first["of_reusable"] is None
-        and whole["of_reusable"] == later["of_reusable"] == 1.0
-    )
-    assert (
-        whole["prompt_tokens"]
-        == first["prompt_tokens"] + later["prompt_tokens"]
-        == sum(whole["source"].values())
-    )
-    assert whole["reused"] == pytest.approx(1 - whole["source"]["computed"] / whole["prompt_tokens"])
+    assert [row["done"] for row in results.rows] == [USERS, NUM_REQUESTS - USERS, NUM_REQUESTS]
+    assert [row["requests"] for row in results.rows] == [USERS, NUM_REQUESTS - USERS, NUM_REQUESTS]
+    assert first["reused"] == 0.0 and first["of_reusable"] is None
+    assert whole["of_reusable"] == later["of_reusable"] == 1.0
+    prompts = whole["prompt_tokens"]
+    assert prompts == first["prompt_tokens"] + later["prompt_tokens"] == sum(whole["source"].values())
+    assert whole["reused"] == pytest.approx(1 - whole["source"]["computed"] / prompts)
     assert whole["output_tokens"] == sum(record["output_tokens"] for record in whole["records"])
     assert whole["overtaken_s"] == max(first["overtaken_s"], later["overtaken_s"])
-    assert len(whole["records"]) == NUM_REQUESTS
+    assert whole["engine"]["steps"] > 0 and len(whole["records"]) == NUM_REQUESTS
+    check_order(whole["records"])
     for record in whole["records"]:
-        assert (
-            record["submit_s"] <= record["start_s"]
-            and record["first_s"] <= record["end_s"] <= whole["seconds"]
-        )
+        assert record["submit_s"] <= record["start_s"]
+        assert record["first_s"] <= record["end_s"] <= whole["seconds"]
         assert sum(record["source"].values()) == record["prompt_tokens"]
-    assert sum(record["reusable_tokens"] for record in whole["records"]) == round(
-        whole["reusable"] * whole["prompt_tokens"]
-    )
+    possible = sum(record["reusable_tokens"] for record in whole["records"])
+    assert possible == round(whole["reusable"] * prompts)
 
 
-def record_of(submit_s: float, first_s: float | None) -> Record:
-    return Record("a", 1, Question(np.zeros(4, np.int32), 1, 0.0), submit_s, first_s=first_s)
-
-
-@pytest.mark.parametrize(
-    ("requests", "expected"),
-    [
+def test_how_far_each_was_overtaken_is_worked_out_by_hand():
+    for requests, expected in (
         ([(0.0, 1.0), (0.5, 2.0)], [0.0, 0.0]),
         ([(0.0, 3.0), (0.5, 2.0)], [0.5, 0.0]),
         # The latest that came in between counts, not the last that was answered.
         ([(0.0, 9.0), (5.0, 6.0), (4.0, 8.0)], [5.0, 0.0, 1.0]),
-        # In the same step nobody is overtaken.
+        # Requests of the same step do not overtake each other.
         ([(0.0, 2.0), (1.0, 2.0)], [0.0, 0.0]),
         ([(1.0, 2.0), (0.0, 2.0)], [0.0, 0.0]),
-        # Who has no token when the time is over was overtaken by all that have one.
+        # A request without a token when the time is over was overtaken by all that have one.
         ([(0.0, None), (7.0, 8.0), (9.0, None)], [7.0, 0.0, 0.0]),
-    ],
-)
-def test_how_far_each_was_overtaken_is_worked_out_by_hand(requests, expected):
-    records = [record_of(*one) for one in requests]
-    found = overtaken(records)
-    assert [found[record] for record in records] == expected
-
-
-def test_percentiles_of_nothing_are_not_known():
+    ):
+        ask = Question(np.zeros(4, np.int32), 1, 0.0)
+        records = [Record("a", 1, ask, submit_s, first_s=first_s) for submit_s, first_s in requests]
+        found = overtaken(records)
+        assert [found[record] for record in records] == expected
     assert percentiles([]) is None
     assert percentiles([3.0]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0, "max": 3.0}
 
 
-def test_after_the_limit_it_stops_and_reports_what_was_done(roomy):
-    results = bench(limit_s=0.0).measure(*roomy, silent)
-    assert results.rows == []
-
-
-def test_a_prompt_that_does_not_fit_the_context_is_refused_before_the_replay(roomy):
+def test_a_limit_ends_the_replay_and_a_prompt_that_does_not_fit_is_refused_before_it(roomy):
+    assert bench(limit_s=0.0).measure(Driver(*roomy)).rows == []
     with pytest.raises(ConfigError, match="the context holds 1100; lower --context"):
-        bench(scale=32).measure(*roomy, silent)
+        bench(scale=32).measure(Driver(*roomy))
 
 
 def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
@@ -261,49 +214,44 @@ def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
 
     monkeypatch.setattr(engine, "submit", fail)
     with pytest.raises(InvalidRequest, match="no more"):
-        bench().measure(engine, config, silent)
+        bench().measure(Driver(engine, config))
 
 
 def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
-    engine, config = roomy
     failure, result = StepFailure.of(RuntimeError("the device is gone")), RunningStep.wait_result
     monkeypatch.setattr(
         RunningStep, "wait_result", lambda step: dataclasses.replace(result(step), error=failure)
     )
     with pytest.raises(StepFailed, match="the device is gone"):
-        bench().measure(engine, config, silent)
-    chosen = select(read_conversations(EXCERPT), 1, ASKING.context, 1)
-    replay = EngineReplay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "by hand")
-    with pytest.raises(StepFailed, match="the device is gone"):  # and not a wait for ever
-        run_by_hand(replay)
+        bench().measure(Driver(*roomy))
 
 
-# ----------------------------------------------------------------------------------------------------- agenda
+class Instant(UserReplay):
+    """Answers at once."""
+
+    def ask(self, record: Record) -> None:
+        record.end_s = self.now_s()
 
 
-def test_the_next_request_is_due_after_the_answer_and_its_pause():
-    now = [0.0]
+class Skipping(threading.Event):
+    """Notes waits, and does not wait."""
 
-    def user(*pauses):
-        return User("a", tuple(Question(np.zeros(1, np.int32), 1, pause) for pause in pauses))
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
 
-    agenda = Agenda([user(0.0, 5.0), user(0.0, 1.0, 0.0)], lambda: now[0])
-    assert [try_next(agenda), try_next(agenda), try_next(agenda)] == [(0, 0), (1, 0), None]
-    agenda.answered(0, 0.0)
-    agenda.answered(1, 2.0)
-    now[0] = 2.9
-    assert try_next(agenda) is None
-    now[0] = 5.5
-    assert [try_next(agenda), try_next(agenda), try_next(agenda)] == [(1, 1), (0, 1), None]
-    agenda.answered(0, 6.0)
-    agenda.answered(1, 5.0)
-    assert [agenda.wait_next(), agenda.wait_next()] == [(1, 2), None], "nobody has anything left to ask"
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return self.is_set()
 
 
-def test_an_agenda_that_has_ended_lets_nobody_ask():
-    agenda = Agenda([User("a", (Question(np.zeros(1, np.int32), 1, 0.0),))], lambda: 0.0)
-    agenda.end()
-    assert agenda.wait_next() is None
+def test_the_next_request_is_sent_after_the_answer_and_its_pause():
+    user = User("a", tuple(Question(np.zeros(1, np.int32), 1, pause) for pause in (0.0, 60.0, 7.0)))
+    replay = Instant([user])
+    replay.over = Skipping()
+    replay.run(None, silent)
+    assert replay.over.waits == [0.0, 60.0, 7.0] and [one.number for one in replay.records] == [1, 2, 3]
+    assert Instant([user]).run(0.1, silent) < 30.0, "a pause outlives the limit"
 
 
 # --------------------------------------------------------------------------------------------------- a server
@@ -331,19 +279,10 @@ def test_our_own_server_says_where_everything_came_from():
         refused = bench(users=2).measure_url(ServerAddress(url, engine.name, "wrong"), 512, 16, silent)
     whole = results.rows[-1]
     assert results.skipped == [] and whole["done"] == NUM_REQUESTS
-    assert whole["of_reusable"] == 1.0 and set(whole["source"]) == {
-        "device",
-        "host",
-        "ssd",
-        "remote",
-        "computed",
-    }
+    assert whole["of_reusable"] == 1.0 and set(whole["source"]) == set(KvSource.__slots__)
     assert whole["waiting_s"] is None and whole["ttft_s"] is not None
     assert all(record["output_tokens"] >= 1 for record in whole["records"])
-    for name in {record["conversation"] for record in whole["records"]}:
-        mine = [record for record in whole["records"] if record["conversation"] == name]
-        assert [record["number"] for record in mine] == list(range(1, len(mine) + 1))
-        assert all(before["end_s"] <= after["submit_s"] for before, after in pairwise(mine))
+    check_order(whole["records"])
     assert refused.rows == [] and len(refused.skipped) == 2 and "401" in refused.skipped[0]
 
 
@@ -404,14 +343,11 @@ def test_a_server_that_does_not_know_our_extension_is_asked_without_it(foreign):
         and body["stream_options"] == {"include_usage": True}
     )
     assert body["session_id"] == body["prompt_cache_key"] == "trace_0002"
+    bench(users=1, requests=1).measure_url(ServerAddress(foreign.url, "m"), 512, 16, silent)
+    assert not {"session_id", "prompt_cache_key"} & set(foreign.bodies[-1][1]), "without hints"
     assert all(isinstance(token, int) for token in body["prompt"]) and len(body["prompt"]) == 15818 // 64
     assert whole["source"]["cached"] == 15 and whole["source"]["computed"] == whole["prompt_tokens"] - 15
     assert [record["output_tokens"] for record in whole["records"]] == [3, 3, 3]
-
-
-def test_without_hints_nothing_names_the_conversation(foreign):
-    bench(users=1, requests=3).measure_url(ServerAddress(foreign.url, "m"), 512, 16, silent)
-    assert not any({"session_id", "prompt_cache_key"} & set(body) for _, body in foreign.bodies)
 
 
 @pytest.mark.parametrize(
@@ -445,14 +381,8 @@ def test_nobody_there_is_reported_as_such():
 
 def test_a_limit_ends_the_wait_for_a_server(foreign):
     gate = threading.Event()
-
-    def late(body):
-        gate.wait(30.0)
-        return stream_of(body)
-
-    foreign.stream = late
-    users = ASKING.users_of(select(read_conversations(EXCERPT), 2, 65536, 3), 512)
-    replay = UrlReplay(users, ServerAddress(foreign.url, "m"))
+    foreign.stream = lambda body: gate.wait(30.0) and stream_of(body)
+    replay = UrlReplay(users_of(512, users=2, requests=3), ServerAddress(foreign.url, "m"))
     assert replay.run(0.0, silent) >= 0.0
     assert not any(record.done for record in replay.records)
     gate.set()
@@ -463,28 +393,14 @@ def test_usage_is_read_as_far_as_it_goes():
     assert source_of({"prompt_tokens_details": None}, 9) is None
     assert source_of({"prompt_tokens_details": {"audio_tokens": 1}}, 9) is None
     assert source_of({"prompt_tokens_details": {"cached_tokens": 4}}, 9) == {"cached": 4, "computed": 5}
-    assert source_of(
-        {"prompt_tokens_details": {"cached_tokens": 4, "kv_source": {"host": 4, "computed": 5}}}, 9
-    ) == {
-        "host": 4,
-        "computed": 5,
-    }
+    by_tier = {"host": 4, "computed": 5}
+    assert source_of({"prompt_tokens_details": {"cached_tokens": 4, "kv_source": by_tier}}, 9) == by_tier
 
 
 # ---------------------------------------------------------------------------------------------------- command
 
 
-TINY = (
-    "--model",
-    "tiny-llama",
-    "--load-format",
-    "dummy",
-    "--device",
-    "cpu",
-    "--device-kv-blocks",
-    "400",
-    "--no-kv-offload",
-)
+TINY = f"--model tiny-llama --load-format dummy --device cpu --device-kv-blocks {400} --no-kv-offload".split()
 
 
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
@@ -503,21 +419,8 @@ def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys
 
 def test_the_command_asks_a_server(foreign, tmp_path, capsys):
     file = tmp_path / "agents.json"
-    argv = [
-        "bench",
-        "agents",
-        str(EXCERPT),
-        "--users",
-        "1",
-        "--requests",
-        "3",
-        "--url",
-        foreign.url,
-        "--model",
-        "m",
-        "--json",
-        str(file),
-    ]
+    sizes = f"--users 1 --requests 3 --model m --url {foreign.url} --json {file}".split()
+    argv = ["bench", "agents", str(EXCERPT), *sizes]
     assert main([*argv, "--vocab", "7", "--plot", str(tmp_path / "agents.svg")]) == 0
     assert f"m at {foreign.url}" in capsys.readouterr().out
     report = json.loads(file.read_text())
@@ -527,9 +430,8 @@ def test_the_command_asks_a_server(foreign, tmp_path, capsys):
     assert main(argv) == 1, "what failed shows in the exit code"
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
+def test_what_is_wrong_is_refused_by_name(tmp_path, capsys):
+    for argv, named in (
         (("--users", "0"), "--users"),
         (("--think", "-1"), "--think"),
         (("--think", "nan"), "--think"),
@@ -543,15 +445,10 @@ def test_the_command_asks_a_server(foreign, tmp_path, capsys):
         (("--url", "http://me:secret@h/v1"), "see --api-key"),
         (("--url", "http://h/v1", "--max-batch", "3"), "--max-batch is for an engine in this process"),
         (("--url", "http://h/v1", "--no-kv-offload"), "--kv-offload is for an engine in this process"),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(argv, named, capsys):
-    assert main(["bench", "agents", str(EXCERPT), *argv]) == 2
-    shown = capsys.readouterr().err
-    assert named in shown and "secret" not in shown
-
-
-def test_a_bad_trace_ends_the_command_with_one_line(tmp_path, capsys):
+    ):
+        assert main(["bench", "agents", str(EXCERPT), *argv]) == 2
+        shown = capsys.readouterr().err
+        assert named in shown and "secret" not in shown
     file = tmp_path / "trace.jsonl"
     file.write_text('{"id": "a", "requests": []}\n')
     assert main(["bench", "agents", str(file)]) == 2

@@ -1,34 +1,52 @@
-"""`bench decode`: what counts, what is skipped, and what the report says."""
+"""`bench decode` and `bench restore`: what counts, what is skipped, and what the report says."""
 
 from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
-from penstock.bench.decode import DecodeBench
+from penstock.bench.decode import DecodeBench, RestoreBench, steady_times
 from penstock.bench.report import print_table
+from penstock.bench.run import Driver, Stepped
 from penstock.cli import main
-from penstock.models.progress import silent
+from penstock.config import GIB, OffloadConfig
+from penstock.engine.build import build
+from penstock.errors import ConfigError, InvariantBroken
 
-TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64")
+TINY = ["--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
 
 
-def test_every_run_contributes_its_steady_steps(engine, config):
-    results = DecodeBench((1, 3), prompt_tokens=9, tokens=12, repeat=2, seed=0).measure(
-        engine, config, silent
+def test_only_full_steps_between_full_steps_are_steady():
+    turns = [
+        Stepped(1.0, 0, 0),  # prefill
+        Stepped(2.0, 2, 0),  # two of three have started
+        Stepped(4.0, 3, 0),  # full, but the one before was not
+        Stepped(5.0, 3, 0),
+        Stepped(6.5, 3, 0),
+        Stepped(7.0, 3, 1),  # the first finishes
+        Stepped(7.1, 2, 2),
+    ]
+    assert steady_times(turns, 3) == [1.0, 1.5]
+    assert steady_times(turns[:2], 3) == []
+
+
+def test_every_run_contributes_its_steady_steps_and_shares_nothing_with_others(engine, config):
+    results = DecodeBench((1, 3), prompt_tokens=40, tokens=12, repeat=2, seed=0).measure(
+        Driver(engine, config)
     )
-    assert results.skipped == []
-    assert [row["batch"] for row in results.rows] == [1, 3]
+    assert results.skipped == [] and [row["batch"] for row in results.rows] == [1, 3]
     for row in results.rows:
         # Of 12 tokens the first has no full step before it, and the last one's step finishes: 10 intervals a
         # run.
-        assert row["num_steps"] == 2 * 10
+        assert row["num_steps"] <= 2 * 10 and (row["batch"] > 1 or row["num_steps"] == 2 * 10)
         step = row["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["p99"]
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / step["mean"] * 1000)
         assert len(row["median_ms_by_run"]) == 2
+    assert engine.stats().prompt_tokens["device"] == 0
 
 
 @pytest.mark.parametrize(
@@ -43,76 +61,48 @@ def test_every_run_contributes_its_steady_steps(engine, config):
 def test_a_size_that_cannot_be_measured_is_skipped_with_a_reason(
     engine, config, batch, prompt_tokens, tokens, said
 ):
-    results = DecodeBench((batch, 1), prompt_tokens, tokens, repeat=1, seed=0).measure(engine, config, silent)
+    results = DecodeBench((batch, 1), prompt_tokens, tokens, repeat=1, seed=0).measure(Driver(engine, config))
     assert said in results.skipped[0] and results.skipped[0].startswith(f"batch {batch}: ")
     assert not engine.has_work()
 
 
-def test_prompts_of_different_runs_share_nothing(engine, config):
-    DecodeBench((2,), prompt_tokens=40, tokens=4, repeat=3, seed=0).measure(engine, config, silent)
-    assert engine.stats().prompt_tokens["device"] == 0
-
-
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
     file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
-    argv = [
-        "--batch",
-        "2,1,2,999",
-        "--prompt-tokens",
-        "8",
-        "--tokens",
-        "8",
-        "--repeat",
-        "1",
-        "--json",
-        str(file),
-        "--plot",
-        str(picture),
-    ]
-    assert main(["bench", "decode", *TINY, *argv]) == 0
-    shown = capsys.readouterr()
-    report = json.loads(file.read_text())
+    sizes = ["--batch", "2,1,2,999", "--prompt-tokens", "8", "--tokens", "8", "--repeat", "1"]
+    assert main(["bench", "decode", *TINY, *sizes, "--json", str(file), "--plot", str(picture)]) == 0
+    shown, report = capsys.readouterr(), json.loads(file.read_text())
     assert set(report) >= {"machine", "config", "results", "skipped", "settings", "model", "device"}
-    assert [row["batch"] for row in report["results"]] == [2, 1]
-    assert (report["model"], report["device"], report["config"]["kv"]["device_blocks"]) == (
-        "tiny-llama",
-        "cpu",
-        64,
-    )
-    assert report["settings"]["prompt_tokens"] == 8
+    assert [row["batch"] for row in report["results"]] == [2, 1] and report["settings"]["prompt_tokens"] == 8
+    assert (report["model"], report["device"]) == ("tiny-llama", "cpu")
+    assert report["config"]["kv"]["device_blocks"] == 64
     assert f"{report['results'][0]['step_ms']['median']:.3f}" in shown.out
     assert "skipped: batch 999" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_measured_is_a_failure(capsys):
+def test_nothing_measured_is_a_failure_and_a_picture_without_matplotlib_is_refused_at_once(
+    tmp_path, capsys, monkeypatch
+):
     assert main(["bench", "decode", *TINY, "--batch", "999"]) == 1
     assert "skipped: batch 999" in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("penstock.bench.report.find_spec", lambda package: None)
     monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("it was loaded"))
     assert main(["bench", "decode", *TINY, "--plot", str(tmp_path / "x.png")]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
-def test_a_models_name_is_no_markup(capsys):
-    print_table(["requests at once"], [["1"]], "a[/b][red]")
-    assert "a[/b][red]" in capsys.readouterr().out
+# ----------------------------------------------------------------------------------------------------- tables
 
 
-TITLES, LINES = (
-    ["way", *(f"figure {number}" for number in range(12))],
-    [["from disk", *(f"{5510.25 + number}" for number in range(12))]],
-)
+TITLES = ["way", *(f"figure {number}" for number in range(12))]
+LINES = [["from disk", *(f"{5510.25 + number}" for number in range(12))]]
 
 
 def test_a_table_that_is_piped_is_plain_text_with_every_figure(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    print_table(TITLES, LINES, "a title", left=1)
+    print_table(TITLES, LINES, "a[/b][red] title", left=1)  # no markup
     title, titles, line = capsys.readouterr().out.splitlines()
-    assert title == "a title" and (titles + line).isascii()
+    assert title == "a[/b][red] title" and (titles + line).isascii()
     assert line.split() == ["from", "disk", *LINES[0][1:]] and all(name in titles for name in TITLES)
 
 
@@ -126,7 +116,60 @@ def test_a_terminal_shows_every_figure_however_narrow_it_is(monkeypatch, columns
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    print_table(TITLES, LINES, left=1)
+    print_table(TITLES, LINES, "a[/b][red]", left=1)
     shown = screen.getvalue()
-    assert all(cell in shown for cell in (*TITLES, *LINES[0])) and "…" not in shown
+    assert all(cell in shown for cell in ("a[/b][red]", *TITLES, *LINES[0])) and "…" not in shown
     assert ("│" in shown) == (columns == 200)
+
+
+# ---------------------------------------------------------------------------------------------------- restore
+
+
+def restore(engine, config, blocks: float = 10.5, tokens: int = 40):
+    gib = blocks * engine.arena.layout.block_bytes / GIB
+    return RestoreBench((2,), gib, tokens, repeat=1, seed=0).measure(Driver(engine, config))
+
+
+def test_decoding_goes_on_while_prefixes_come_back(tiered_engine, tiered_config):
+    (row,) = restore(tiered_engine, tiered_config).rows
+    assert row["promoted_blocks"] == 10
+    assert row["alone_ms"]["steps"] > 20 and row["restoring_ms"]["steps"] > 20
+    assert row["p99_ratio"] == row["restoring_ms"]["p99"] / row["alone_ms"]["p99"]
+
+
+def test_what_is_no_restore_is_not_reported(tiered_engine, tiered_config):
+    with pytest.raises(ConfigError, match=r"--gib .* is less than one KV block"):
+        restore(tiered_engine, tiered_config, blocks=0.5)
+    with pytest.raises(ConfigError, match="raise --tokens or --prefill-chunk"):
+        restore(tiered_engine, tiered_config, tokens=6)
+
+
+def test_a_restore_that_brings_nothing_back_is_noticed(tiered_engine, tiered_config, monkeypatch):
+    monkeypatch.setattr(type(tiered_engine.cache.loads), "worth", lambda self, lease, depth: 0)
+    with pytest.raises(InvariantBroken, match="0 blocks were promoted"):
+        restore(tiered_engine, tiered_config)
+
+
+def test_device_and_host_have_to_hold_what_returns(tiered_engine, tiered_config, config):
+    results = restore(tiered_engine, tiered_config, blocks=200)
+    assert results.rows == [] and "on the device, which holds 64" in results.skipped[0]
+    assert " GiB and 2 requests beside them: they need " in results.skipped[0]
+    for blocks, num_rows in ((10, 0), (11, 1)):  # one of them to write
+        host_gib = blocks * tiered_engine.arena.layout.block_bytes / GIB
+        tight = replace(config, offload=OffloadConfig(host_gib=host_gib, load_always=True))
+        engine = build(tight)
+        results = restore(engine, tight)
+        engine.close(timeout_s=20.0)
+        assert len(results.rows) == num_rows
+        said = "they need 11 KV blocks in host memory, which holds 10 (160 tokens); --kv-offload"
+        assert num_rows or said in results.skipped[0]
+
+
+def test_the_command_of_a_restore_shows_and_draws_it_and_needs_a_tier(tmp_path, capsys):
+    file, picture = tmp_path / "restore.json", tmp_path / "restore.svg"
+    sizes = f"--kv-offload-host-gib {0.02} --gib 0.001 --batch 2 --tokens 30 --repeat 1".split()
+    assert main(["bench", "restore", *TINY[:-2], *sizes, "--json", str(file), "--plot", str(picture)]) == 0
+    (row,) = json.loads(file.read_text())["results"]
+    assert f"{row['p99_ratio']:.3f}" in capsys.readouterr().out and b"<svg" in picture.read_bytes()
+    assert main(["bench", "restore", "--no-kv-offload"]) == 2
+    assert "--kv-offload" in capsys.readouterr().err

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from penstock.bench.decode import steady_times
-from penstock.bench.run import Driver, Stepped
+from penstock.bench.run import Driver, random_prompts
 from penstock.engine.build import build
 from penstock.errors import ConfigError, InvariantBroken, StepFailed
 from penstock.kv.memory import HostArena, HostMemory
@@ -78,7 +77,7 @@ def test_a_measurement_waits_for_host_memory_that_is_being_prepared(tiered_confi
     monkeypatch.setattr(HostArena, "prepare", prepare)
     engine = build(tiered_config)
     seen: list[tuple[str, int, int]] = []
-    Driver(engine).wait_ready(lambda *told: (seen.append(told), more.set()))
+    Driver(engine, progress=lambda *told: (seen.append(told), more.set())).wait_ready()
     assert seen[0][0] == "preparing host memory" and seen[0][1] <= 64 < seen[0][2]
     assert engine.cache.host.num_unready == 0
     engine.close(timeout_s=20.0)
@@ -91,19 +90,17 @@ def test_host_memory_that_cannot_all_be_pinned_is_told(tiered_config, withheld, 
     with pytest.raises(
         ConfigError, match=f"{num_slots - 64} of {num_slots} blocks of host memory cannot be pinned"
     ):
-        Driver(engine).wait_ready(lambda *told: None)
+        Driver(engine).wait_ready()
     engine.close(timeout_s=20.0)
 
 
-def test_only_full_steps_between_full_steps_are_steady():
-    turns = [
-        Stepped(1.0, 0, 0),  # prefill
-        Stepped(2.0, 2, 0),  # two of three have started
-        Stepped(4.0, 3, 0),  # full, but the one before was not
-        Stepped(5.0, 3, 0),
-        Stepped(6.5, 3, 0),
-        Stepped(7.0, 3, 1),  # the first finishes
-        Stepped(7.1, 2, 2),
-    ]
-    assert steady_times(turns, 3) == [1.0, 1.5]
-    assert steady_times(turns[:2], 3) == []
+def test_prompts_are_different_of_the_length_asked_for_and_decided_by_the_seed():
+    for num, num_tokens, vocab in ((1, 1, 2), (256, 1, 512), (32, 7, 16), (8, 300, 49152)):
+        prompts = random_prompts(num, num_tokens, vocab, (0,))
+        assert len({tuple(prompt) for prompt in prompts}) == num
+        assert all(len(prompt) == num_tokens for prompt in prompts)
+        assert all(0 <= token < vocab for prompt in prompts for token in prompt)
+    assert random_prompts(4, 9, 512, (1, -2)) == random_prompts(4, 9, 512, (1, -2))
+    assert random_prompts(4, 9, 512, (1, 2)) != random_prompts(4, 9, 512, (1, 3))
+    with pytest.raises(ConfigError, match="not enough prompts"):  # rather than sought forever
+        random_prompts(512, 1, 512, (0,))

@@ -1,25 +1,43 @@
-"""`bench soak`: a whole engine passes, and each kind of damage is in the verdict."""
+"""`bench soak`: a whole engine passes, and each kind of damage is in the verdict, also of a disk and a store
+behind host memory."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import random
 import threading
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from penstock.bench import soak, soak_trouble
 from penstock.bench.soak import SoakBench, Verdict
-from penstock.bench.soak_trouble import Ask, Disturber, UnreliableCopier, random_asks
+from penstock.bench.soak_trouble import (
+    Ask,
+    Disturber,
+    Mischief,
+    UnreliableCopier,
+    UnreliableDisk,
+    UnreliableStore,
+    random_asks,
+)
 from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
+from penstock.errors import StoreFailed
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.store import Envelope, Outcome
 from penstock.models.progress import silent
+from penstock.testing.stores import MemoryStore
 from tests.support.driving import tiny_config
+
+NEVER = {"FAILED": 0.0, "STALLED": 0.0, "SPOILED": 0.0, "DOWN": 0.0, "EXAGGERATED": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -29,61 +47,101 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_trouble, "COPY_STALLED", 0.0)
 
 
+def shares(monkeypatch: pytest.MonkeyPatch, **given: float) -> None:
+    for name, share in {**NEVER, **given}.items():
+        monkeypatch.setattr(soak_trouble, name, share)
+
+
 def run(
-    seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64, seen=lambda engine: True
+    seconds: float = 1.0,
+    adapters: int = 0,
+    threads: int = 3,
+    host_blocks: int = 64,
+    seen=lambda engine: True,
+    **offload,
 ) -> Verdict:
     config = tiny_config(blocks=24, host_blocks=host_blocks, overcommit=3.0, max_batch=12)
-    config = replace(config, sanitize=SanitizeConfig("report"))
+    config = replace(config, offload=replace(config.offload, **offload), sanitize=SanitizeConfig("report"))
     return SoakBench(seconds, threads, adapters, seed=1).measure(config, silent, seen)
 
 
 def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
+    def troubled(engine) -> bool:
+        stats = engine.stats()
+        used = stats.cache["promoted"] and stats.prompt_tokens["host"]
+        return bool(stats.retractions and used and sum(stats.traffic.failures.values()))
+
     monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.2)
-    verdict = run(seconds=3.0, adapters=2, seen=_troubled)
-    assert verdict.violations == []
-    counts = verdict.counts
-    for what in (
-        "requests",
-        "cancelled",
-        "retractions",
-        "promoted blocks",
-        "prompt tokens from host",
-        "copies failed on purpose",
-    ):
-        assert counts[what] > 0, what
-    assert counts["transfers seen to fail"] > 0
-    assert counts["sanitizer reports"] == 0
+    verdict = run(seconds=3.0, adapters=2, seen=troubled)
+    assert verdict.violations == [] and verdict.counts["sanitizer reports"] == 0
+    happened = ("requests", "cancelled", "retractions", "promoted blocks", "prompt tokens from host")
+    for what in (*happened, "copies failed on purpose", "transfers seen to fail"):
+        assert verdict.counts[what] > 0, what
+    assert not any("disk" in what or "store" in what for what in verdict.counts)
 
 
-def _troubled(engine) -> bool:
-    stats = engine.stats()
-    return bool(
-        stats.retractions
-        and stats.cache["promoted"]
-        and stats.prompt_tokens["host"]
-        and sum(stats.traffic.failures.values())
+def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "penstock.kv.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest)
     )
+    # so often that each kind happens, however slow the machine
+    shares(monkeypatch, FAILED=0.15, SPOILED=0.3, EXAGGERATED=0.1)
+    cold = {"ssd_dir": str(tmp_path), "ssd_gib": 0.004, "remote": "valkey://elsewhere"}
+    verdict = run(
+        3.0, 0, 3, 32, lambda engine: engine.stats().traffic.bytes["host", "ssd"] >= 1 << 20, **cold
+    )
+    assert verdict.violations == [] and verdict.counts["sanitizer reports"] == 0
+    for what in ("disk writes lost", "disk calls failed", "blocks of a store failed"):
+        assert verdict.counts[f"{what} on purpose"] > 0, what
+    assert verdict.counts["MB written to ssd"] > 0
 
 
 def test_what_is_larger_than_the_device_and_scored_is_soaked_too_but_not_compared():
     """Random scores give other tokens than all of the context would."""
     sizes = {"blocks": 160, "host_blocks": 600, "max_model_len": 4000, "positions": 4096, "max_batch": 8}
     config = tiny_config(resident_tokens=448, residency="scored", **sizes)
-    bench = SoakBench(1.0, 3, 0, seed=1)
-    verdict = bench.measure(
-        replace(config, sanitize=SanitizeConfig("report")),
-        silent,
-        lambda engine: engine.stats().host_steps > 20,
+    config = replace(config, sanitize=SanitizeConfig("report"))
+    verdict = SoakBench(1.0, 3, 0, seed=1).measure(
+        config, silent, lambda engine: engine.stats().host_steps > 20
     )
     assert verdict.violations == [] and verdict.counts["scored answers, which are not compared"] > 0
 
 
-def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
-    def pretend(self, source_slots, dest_slots, layers):
-        """Nothing is copied, and nobody is told."""
+def test_without_a_tier_there_is_still_a_soak():
+    verdict = run(host_blocks=0)
+    assert verdict.violations == []
+    assert verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
 
-    monkeypatch.setattr(UnreliableCopier, "copy", pretend)
+
+# -------------------------------------------------------------------------------------- damage in the verdict
+
+
+def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
+    monkeypatch.setattr(UnreliableCopier, "copy", lambda self, *_: None)  # and no part is told
     verdict = run(seen=lambda engine: engine.stats().prompt_tokens["host"] > 300)
+    assert any("differ from the" in violation for violation in verdict.violations)
+
+
+def test_a_wrong_bit_that_is_not_checked_for_is_noticed_by_its_tokens(tmp_path, monkeypatch):
+    def read_wrong(self, fd, buffers, offset):
+        num = super(UnreliableDisk, self).preadv(fd, buffers, offset)
+        for payload in buffers[1::2]:
+            payload[:] = bytes(len(payload))
+        return num
+
+    def persist(self) -> None:
+        with suppress(StoreFailed):  # what a reset at the same time takes from host memory is not written
+            self._engine.wait_flushed("persisted", 20.0)
+
+    shares(monkeypatch)
+    monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.0)
+    monkeypatch.setattr(UnreliableDisk, "preadv", read_wrong)
+    monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
+    monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
+    monkeypatch.setattr(Disturber, "flush", persist)
+    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.reset_cache(("device", "host")))
+    disk = {"ssd_dir": str(tmp_path), "ssd_gib": 0.004}
+    verdict = run(2.0, 0, 3, 32, lambda engine: engine.stats().prompt_tokens["ssd"] > 1000, **disk)
     assert any("differ from the" in violation for violation in verdict.violations)
 
 
@@ -98,14 +156,9 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
         lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")],
     )
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
-    monkeypatch.setattr(Disturber, "_reset", lambda self: self._engine.reset_cache(("device",)))
-    assert any(
-        "the sanitizer reports" in violation for violation in run(threads=1, seen=_reported).violations
-    )
-
-
-def _reported(engine) -> bool:
-    return any(engine.stats().sanitizer.values())
+    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.reset_cache(("device",)))
+    verdict = run(threads=1, seen=lambda engine: any(engine.stats().sanitizer.values()))
+    assert any("the sanitizer reports" in violation for violation in verdict.violations)
 
 
 def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
@@ -167,12 +220,64 @@ class _NoReference:
         return None
 
 
-def test_without_a_tier_there_is_still_a_soak():
-    verdict = run(host_blocks=0)
-    assert (
-        verdict.violations == []
-        and verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
-    )
+# --------------------------------------------------------------------------------------------------- mischief
+
+
+def mischief() -> tuple[Mischief, Counter[str]]:
+    counts: Counter[str] = Counter()
+    return Mischief(counts, random.Random(0), 0.0), counts
+
+
+def test_a_disk_fails_spoils_and_loses_as_it_is_told(tmp_path, monkeypatch):
+    made, counts = mischief()
+    disk = UnreliableDisk(made)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fd = disk.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, folder)
+    shares(monkeypatch)
+    assert disk.pwritev(fd, [memoryview(b"a" * 8), memoryview(b"b" * 8)], 0) == 16
+    buffer = bytearray(16)
+    shares(monkeypatch, SPOILED=1.0)
+    assert disk.preadv(fd, [memoryview(buffer)], 0) == 16
+    assert sum((a ^ b).bit_count() for a, b in zip(buffer, b"a" * 8 + b"b" * 8, strict=True)) == 1
+    for _ in range(8):
+        assert disk.pwritev(fd, [memoryview(b"c" * 8), memoryview(b"d" * 8)], 16) == 16  # so it says
+    shares(monkeypatch, FAILED=1.0)
+    for call in (
+        lambda: disk.preadv(fd, [memoryview(buffer)], 0),
+        lambda: disk.pwritev(fd, [memoryview(buffer)], 0),
+    ):
+        with pytest.raises(OSError, match="made to fail"):
+            call()
+    disk.close(fd)
+    os.close(folder)
+    assert counts == {
+        "disk calls stalled on purpose": 0,
+        "disk calls failed on purpose": 2,
+        "disk reads spoiled on purpose": 1,
+        "disk writes lost on purpose": 8,
+    }
+
+
+def test_a_store_fails_and_exaggerates_but_never_calls_wrong_bytes_done(monkeypatch):
+    made, counts = mischief()
+    inner = MemoryStore()
+    store = UnreliableStore(inner, made)
+    keys, blocks = [bytes([n]) * 16 for n in range(4)], [memoryview(bytes([n]) * 8) for n in range(4)]
+    shares(monkeypatch, FAILED=1.0)
+    assert store.write(keys, range(4), blocks) == [Outcome.FAILED] * 4 and inner.blocks == {}
+    shares(monkeypatch)
+    assert store.write(keys[:2], range(2), blocks[:2]) == [Outcome.DONE] * 2 and store.find(keys) == 2
+    shares(monkeypatch, EXAGGERATED=1.0, FAILED=0.5)
+    assert store.find(keys) == 4
+    for _ in range(8):
+        into = [memoryview(bytearray(8)) for _ in keys]
+        outcomes = store.read(keys, into)
+        assert Outcome.DONE not in outcomes[2:]
+        assert all(into[n] == blocks[n] for n, outcome in enumerate(outcomes) if outcome is Outcome.DONE)
+    assert counts["blocks of a store failed on purpose"] > 4
+    shares(monkeypatch, DOWN=1.0)
+    with pytest.raises(StoreFailed):
+        store.persist()
 
 
 def test_what_is_asked_fits_and_the_seed_decides_it():
@@ -183,17 +288,16 @@ def test_what_is_asked_fits_and_the_seed_decides_it():
 
 
 def test_the_command_says_what_was_violated_and_fails(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "soak.json"
-    argv = ["bench", "soak", "--device", "cpu", "--seconds", "1", "--adapters", "1", "--json", str(file)]
-    assert main(argv) == 0
-    shown = capsys.readouterr()
+    file, near = tmp_path / "soak.json", tmp_path / "cache"
+    near.mkdir()
+    argv = f"bench soak --device cpu --seconds 1 --adapters 1 --json {file}".split()
+    assert main([*argv, "--kv-offload-ssd-dir", str(near)]) == 0
+    shown, report = capsys.readouterr(), json.loads(file.read_text())
     assert "nothing was violated" in shown.out and "not asked for" in shown.out
-    report = json.loads(file.read_text())
-    assert (
-        report["violations"] == []
-        and report["counts"]["requests"] > 0
-        and report["counts"]["adapter reloads"] > 0
-    )
+    assert "MB written to ssd" in shown.out and report["config"]["offload"]["ssd_gib"] == 0.016
+    assert report["violations"] == [] and list(near.iterdir()) == []
+    assert report["counts"]["requests"] > 0 and report["counts"]["adapter reloads"] > 0
+    assert logging.getLogger("penstock.kv.tiers").level == logging.NOTSET  # others warn as before
     monkeypatch.setattr(
         SoakBench, "measure", lambda self, config, progress: Verdict({"requests": 1}, ["the sky fell"])
     )

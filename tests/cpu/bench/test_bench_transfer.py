@@ -1,57 +1,69 @@
-"""`bench transfer`: what is compared with what, that bytes have arrived, and what the report says."""
+"""`bench transfer`: what is compared with what, that bytes have arrived, and that nothing is left behind."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.bench import transfer, transfer_ways
-from penstock.bench.transfer import TransferBench, dimensions_of
+from penstock.bench.report import Results
+from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
 from penstock.cli import main
-from penstock.config import Config, ModelSource
-from penstock.errors import ConfigError, InvariantBroken, ModelError
+from penstock.config import Config, ModelSource, OffloadConfig
+from penstock.errors import ConfigError, InvariantBroken, ModelError, StoreFailed, TransferFailed
+from penstock.kv.memory import HostArena, HostMemory
+from penstock.kv.tiers.ssd.store import SlotIo, SsdStore
+from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import CpuCopier
 from penstock.models.progress import silent
 from penstock.models.qwen3 import TINY_QWEN3
+from penstock.testing.stores import MemoryStore
+from tests.store_servers import valkey_or_skip
 
-TINY = Config(ModelSource("tiny-qwen3", "dummy", "cpu"))  # three layers
-BLOCK_BYTES = 3 * 2 * 16 * 2 * 32 * 4
+SOURCE = ModelSource("tiny-qwen3", "dummy", "cpu")  # three layers
+BLOCK_BYTES = layout_of(Config(SOURCE)).block_bytes
+FLAGS = ("--model", "tiny-qwen3", "--device", "cpu", "--blocks", "4", "--repeat", "1")
 
 
-def measured(blocks: tuple[int, ...] = (5,), layers: tuple[int, ...] = (1,)) -> transfer.Results:
-    return TransferBench(blocks, layers, repeat=2, seed=0).measure(TINY, silent)
+def measured(blocks: tuple[int, ...] = (5,), layers: tuple[int, ...] = (), **tiers: Any) -> Results:
+    config = Config(SOURCE, offload=OffloadConfig(**tiers))
+    return TransferBench(blocks, layers, repeat=2, seed=0).measure(config, silent)
 
 
-def test_every_direction_is_measured_raw_and_in_blocks_whole_and_by_layers() -> None:
-    results = measured(blocks=(5, 2), layers=(2, 1))
+def on_disk(folder: Path, *blocks: int) -> list[dict[str, Any]]:
+    results = measured(blocks or (5,), ssd_dir=str(folder))
     assert results.skipped == []
-    ways = [("raw", None), *((way, layers) for way in ("blocks", "moved") for layers in (None, 2, 1))]
-    sizes = [(direction, blocks) for blocks in (5, 2) for direction in ("promote", "demote", "both")]
-    seen = [(row["direction"], row["blocks"], row["way"], row["layers"]) for row in results.rows]
-    assert seen == [(*size, *way) for size in sizes for way in ways]
-    for row in results.rows:
+    return [row for row in results.rows if "ssd" in row["direction"]]
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Times, rates and bytes agree, and each row is compared with the one that it names, of its own size."""
+    for row in rows:
         assert row["bytes"] == row["blocks"] * BLOCK_BYTES * (2 if row["direction"] == "both" else 1)
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["total_ms"]["median"] / 1e6)
         assert len(row["total_ms"]["all"]) == len(row["submit_ms"]["all"]) == 2
         assert row["submit_ms"]["median"] <= row["total_ms"]["median"]
+        named = {f"{one['direction']}, {one['way']}": one for one in rows if one["blocks"] == row["blocks"]}
+        beside = row if row["beside"] is None else named[row["beside"]]
+        assert row["percent_of_raw"] == pytest.approx(100 * row["gb_s"] / beside["gb_s"])
 
 
-def test_each_row_is_compared_with_the_raw_copy_of_its_own_size_and_direction() -> None:
-    rows = measured(blocks=(5, 2)).rows
-    for row in rows:
-        (raw,) = [
-            one
-            for one in rows
-            if one["way"] == "raw" and (one["direction"], one["blocks"]) == (row["direction"], row["blocks"])
-        ]
-        assert row["percent_of_raw"] == pytest.approx(100 * row["gb_s"] / raw["gb_s"])
+def test_host_memory_is_measured_in_every_direction_whole_and_by_layers_beside_a_raw_copy() -> None:
+    results = measured(blocks=(5, 2), layers=(2, 1, 3, 7))
+    assert results.skipped == [f"groups of {num} layers: the model has 3" for num in (3, 7)]
+    ways = [("raw", None), *(("moved", layers) for layers in (None, 2, 1))]
+    sizes = [(direction, blocks) for blocks in (5, 2) for direction in ("promote", "demote", "both")]
+    seen = [(row["direction"], row["blocks"], row["way"], row["layers"]) for row in results.rows]
+    assert seen == [(*size, *way) for size in sizes for way in ways]
+    assert all((row["beside"] is None) == (row["way"] == "raw") for row in results.rows)
+    check_rows(results.rows)
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+def test_layers_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     honest = CpuCopier.copy
 
     def copy(self: CpuCopier, source: Any, dest: Any, layers: tuple[int, int]) -> None:
@@ -60,7 +72,7 @@ def test_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch, l
 
     monkeypatch.setattr(CpuCopier, "copy", copy)
     with pytest.raises(InvariantBroken, match="does not hold what"):
-        measured(layers=())
+        measured()
 
 
 def test_a_copy_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,79 +80,163 @@ def test_a_copy_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("the link fell over")
 
     monkeypatch.setattr(CpuCopier, "copy", fail)
-    with pytest.raises(RuntimeError, match="the link fell over"):
+    with pytest.raises(TransferFailed, match="the link fell over"):
         measured()
 
 
 def test_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "penstock.kv.memory.HostArena.prepare", lambda self, ready, progress, stop: ready(range(3))
-    )
+    def open_memory(arena: HostArena, ready: Any) -> HostMemory:
+        ready.__self__.withhold()  # as beside a GPU
+        return HostMemory(arena, ready)
+
+    monkeypatch.setattr("penstock.kv.build.HostMemory", open_memory)
+    monkeypatch.setattr(HostArena, "prepare", lambda self, ready, progress, stop: ready(range(3)))
     with pytest.raises(ConfigError, match="lower --blocks"):
         measured()
 
 
-def test_the_two_directions_share_no_slot() -> None:
-    with transfer_ways.HostRig(transfer.layout_of(TINY), 20, transfer.torch.device("cpu"), 0) as rig:
-        promoted, demoted = (
-            rig.slots(direction, 20) for direction in (transfer_ways.PROMOTE, transfer_ways.DEMOTE)
-        )
-        for one, other in ((promoted[0], demoted[1]), (promoted[1], demoted[0])):
-            assert len({*one.tolist(), *other.tolist()}) == 40
-
-
-def test_sizes_that_do_not_fit_and_groups_that_do_not_exist_are_skipped_with_a_reason() -> None:
-    results = measured(blocks=(1 << 40, 2), layers=(3, 7))
+def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = measured(blocks=(1 << 40, 2))
     assert "are free" in results.skipped[0] and results.skipped[0].startswith(f"{1 << 40} blocks: ")
-    assert results.skipped[1:] == [
-        "groups of 3 layers: the model has 3",
-        "groups of 7 layers: the model has 3",
-    ]
-    assert {row["blocks"] for row in results.rows} == {2} and {row["layers"] for row in results.rows} == {
-        None
-    }
+    assert {row["blocks"] for row in results.rows} == {2}
+    monkeypatch.setattr("penstock.bench.transfer.SECTOR_BYTES", BLOCK_BYTES - 1)
+    (skipped,) = measured(ssd_dir=str(tmp_path)).skipped
+    assert skipped.startswith("5 blocks on disk: ") and "no whole sectors" in skipped
 
 
 def test_dimensions_come_from_a_name_or_a_directory_and_no_weights_are_read(tmp_path: Path) -> None:
     assert dimensions_of("tiny-qwen3") == ("tiny-qwen3", TINY_QWEN3)
-    with pytest.raises(ModelError, match="built-in name"):
-        dimensions_of(str(tmp_path))
-    with pytest.raises(ModelError, match="built-in name"):
-        dimensions_of("no-such-model")
+    for name in (str(tmp_path), "no-such-model"):
+        with pytest.raises(ModelError, match="built-in name"):
+            dimensions_of(name)
 
 
-def test_the_command_needs_no_engine_and_writes_table_file_and_picture(
+# ------------------------------------------------------------------------------------------- disks and stores
+
+
+def test_the_disk_is_measured_both_ways_and_to_the_device_each_beside_raw(tmp_path: Path) -> None:
+    rows = on_disk(tmp_path, 5, 3)
+    write, read = "host to ssd", "ssd to host"
+    expected = [
+        (write, "raw", None),
+        (write, "tier", f"{write}, raw"),
+        (write, "raw, synced", None),
+        (write, "tier, persisted", f"{write}, raw, synced"),
+        (read, "raw", None),
+        (read, "tier", f"{read}, raw"),
+        ("ssd to device", "pipelined", f"{read}, raw"),
+    ]
+    assert [(row["direction"], row["way"], row["beside"]) for row in rows] == 2 * expected
+    assert [row["blocks"] for row in rows] == [5] * 7 + [3] * 7
+    check_rows(rows)
+    assert not (tmp_path / "raw").exists()
+
+
+@pytest.mark.parametrize(
+    ("broken", "method", "fake", "said"),
+    [
+        (
+            SlotIo,
+            "read",
+            lambda self, run, keys, into: [Outcome.DONE] * len(keys),
+            "ssd to host, tier: block 0",
+        ),
+        (SsdStore, "write", lambda self, keys, *rest: [Outcome.FULL] * len(keys), "5 of 5 blocks did not"),
+    ],
+)
+def test_blocks_that_do_not_reach_or_leave_the_disk_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Any, method: str, fake: Any, said: str
+) -> None:
+    monkeypatch.setattr(broken, method, fake)
+    with pytest.raises((InvariantBroken, StoreFailed), match=said):
+        on_disk(tmp_path)
+
+
+def test_every_run_writes_everything_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there already would be written at any speed."""
+    written: list[int] = []
+    honest = SsdStore.write
+
+    def write(self: SsdStore, keys: Any, *rest: Any) -> list[Outcome]:
+        written.append(len(keys))
+        return honest(self, keys, *rest)
+
+    monkeypatch.setattr(SsdStore, "write", write)
+    on_disk(tmp_path)
+    assert sum(written) == 5 * 2 * (1 + 2)
+
+
+def test_a_file_system_without_direct_access_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "O_DIRECT", 0o100000000)  # a flag that no file system has
+    honest = os.open
+
+    def refuse(path: Any, flags: int, *mode: int, **where: int) -> int:
+        if flags & 0o100000000:
+            raise OSError(22, "Invalid argument")
+        return honest(path, flags, *mode, **where)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert "figures are of memory" in measured(ssd_dir=str(tmp_path)).skipped[0]
+
+
+def test_a_store_is_measured_both_ways_and_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def open_store(url: str, space: Any, timeout_s: float) -> MemoryStore:
+        store._space = space.digest
+        return store
+
+    monkeypatch.setattr("penstock.kv.build.open_remote", open_store)
+    rows = [row for row in measured(remote="valkey://elsewhere").rows if "remote" in row["direction"]]
+    assert [(row["direction"], row["way"]) for row in rows] == [
+        ("host to remote", "tier"),
+        ("remote to host", "tier"),
+    ]
+    assert all(row["gb_s"] > 0 and row["percent_of_raw"] is None for row in rows)
+    assert store.blocks == {} and store.closed
+    store.die()
+    with pytest.raises(StoreFailed):
+        measured(remote="valkey://elsewhere")
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_writes_table_file_and_picture_and_leaves_nothing_on_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "penstock.commands.bench.load_engine", lambda config: pytest.fail("an engine was loaded")
-    )
-    file, picture = tmp_path / "transfer.json", tmp_path / "transfer.png"
-    argv = [
-        "--model",
-        "tiny-qwen3",
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-        "--blocks",
-        "4",
-        "--layers",
-        "1,9",
-        "--repeat",
-        "1",
-    ]
-    assert main(["bench", "transfer", *argv, "--json", str(file), "--plot", str(picture)]) == 0
-    shown = capsys.readouterr()
-    report = json.loads(file.read_text())
+    monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("it was loaded"))
+    file, picture, near = tmp_path / "transfer.json", tmp_path / "transfer.png", tmp_path / "disk"
+    near.mkdir()
+    files = ["--json", str(file), "--plot", str(picture), "--kv-offload-ssd-dir", str(near)]
+    assert main(["bench", "transfer", *FLAGS, "--load-format", "dummy", "--layers", "1,9", *files]) == 0
+    shown, report = capsys.readouterr(), json.loads(file.read_text())
     assert (report["bench"], report["model"], report["device"]) == ("transfer", "tiny-qwen3", "cpu")
     assert report["settings"] == {"blocks": [4], "layers": [1, 9], "repeat": 1, "seed": 0}
     assert f"{report['results'][0]['gb_s']:.2f}" in shown.out and "% of raw" in shown.out
+    assert {"promote", "ssd to device"} <= {row["direction"] for row in report["results"]}
     assert "groups of 9 layers" in shown.err
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG") and list(near.iterdir()) == []
+
+
+def test_the_command_measures_a_real_store_and_shows_no_password(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, server = tmp_path / "transfer.json", valkey_or_skip(password="sekret")
+    try:
+        store = ["--kv-offload-remote", server.url(), "--kv-offload-remote-timeout-s", "10"]
+        assert main(["bench", "transfer", *FLAGS, *store, "--json", str(file)]) == 0
+        assert server.ask("DBSIZE") == b":0"
+    finally:
+        server.close()
+    shown = capsys.readouterr()
+    assert "remote to host" in shown.out and "sekret" not in file.read_text() + shown.out + shown.err
 
 
 def test_the_command_refuses_what_would_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--load-format", "auto"], ["--max-batch", "4"], ["--blocks", "0"]):
         assert main(["bench", "transfer", *flags]) == 2
-    assert "penstock: error" in capsys.readouterr().err
+    assert main(["bench", "transfer", "--kv-offload-remote-timeout-s", "3"]) == 2
+    assert "needs --kv-offload-remote" in capsys.readouterr().err

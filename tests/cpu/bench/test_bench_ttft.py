@@ -1,221 +1,391 @@
-"""`bench ttft`: cold is cold, and what is said to come from a tier has come from there."""
+"""`bench ttft`: cold is cold, and what is said to come from a tier has come from there, also across a
+restart. No existing cache is touched."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import asdict
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.bench.run import Driver
-from penstock.bench.ttft import NEW_TOKENS, TtftBench
+from penstock.bench import ttft
+from penstock.bench.run import Driver, scratch_ssd
+from penstock.bench.ttft import NEW_TOKENS, RestartBench, TtftBench, run_in_process
 from penstock.cli import main
-from penstock.config import GIB, OffloadConfig
+from penstock.config import GIB, Config, OffloadConfig
 from penstock.contract import KvSource
 from penstock.engine.build import build
-from penstock.errors import InvariantBroken
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
+from penstock.kv.tiers.policy import PrefillRate
 from penstock.models.progress import silent
+from penstock.testing.stores import MemoryStore
+from tests.cpu.bench import child_work
+
+TINY = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
+TIERS = ("device", "host", "ssd")
+BENCH = TtftBench((64,), repeat=1, seed=0)
+Make = Callable[[Config], Engine]
 
 
-@pytest.mark.parametrize(("length", "from_device"), [(64, 63), (70, 64), (15, 0), (1, 0)])
-def test_the_device_serves_all_full_blocks_but_never_the_last_token(engine, config, length, from_device):
-    (row,) = TtftBench((length,), repeat=2, seed=0).measure(engine, config, silent).rows
-    source = row["source"]
-    assert source["cold"] == asdict(KvSource(computed=length))
-    assert source["device"] == asdict(KvSource(device=from_device, computed=length - from_device))
-    assert source["device_new"]["device"] == length // 16 * 16
-    assert row["ratio"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["device"]["median"]
-    assert all(len(row["ttft_ms"][case]["all"]) == 2 for case in ("cold", "device", "device_new"))
-    assert "host" not in source and "ratio_host" not in row
+@pytest.fixture
+def ssd_config(config: Config, tmp_path: Path) -> Config:
+    ssd = str(tmp_path / "ssd")
+    return replace(config, offload=OffloadConfig(host_gib=0.05, load_always=True, ssd_dir=ssd, ssd_gib=0.01))
 
 
-@pytest.mark.parametrize(("length", "from_host"), [(64, 63), (70, 64), (15, 0), (1, 0)])
-def test_the_host_serves_what_the_device_has_forgotten(tiered_engine, tiered_config, length, from_host):
-    (row,) = TtftBench((length,), repeat=2, seed=0).measure(tiered_engine, tiered_config, silent).rows
-    source, num_blocks = row["source"], length // 16
-    assert source["cold"] == asdict(KvSource(computed=length))
-    assert source["device"] == asdict(KvSource(device=from_host, computed=length - from_host))
-    assert source["host"] == asdict(KvSource(host=from_host, computed=length - from_host))
-    assert source["host_new"] == asdict(
-        KvSource(host=16 * num_blocks, computed=length + NEW_TOKENS - 16 * num_blocks)
-    )
-    assert row["promoted_blocks"] == {
-        "cold": 0,
-        "device": 0,
-        "device_new": 0,
-        "host": num_blocks,
-        "host_new": num_blocks,
-    }
-    assert row["ratio_host"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["host"]["median"]
+@pytest.fixture
+def make_engine() -> Iterator[Make]:
+    made: list[Engine] = []
+
+    def make(config: Config) -> Engine:
+        made.append(build(config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(timeout_s=20.0)
 
 
-def test_without_the_prefix_cache_everything_comes_from_the_host(tiered_config):
-    config = dataclasses.replace(tiered_config, kv=dataclasses.replace(tiered_config.kv, prefix_cache=False))
-    engine = build(config)
-    (row,) = TtftBench((64,), repeat=2, seed=0).measure(engine, config, silent).rows
+def offloaded(config: Config, **changes: Any) -> Config:
+    return replace(config, offload=replace(config.offload, **changes))
+
+
+def served(config: Config, length: int, **by: int) -> dict[str, int]:
+    return asdict(KvSource(**by, computed=length - sum(by.values())))
+
+
+@pytest.mark.parametrize(("length", "reused"), [(64, 63), (70, 64), (15, 0), (1, 0)])
+@pytest.mark.parametrize("num_tiers", [1, 2, 3])
+def test_a_tier_serves_all_full_blocks_but_never_the_last_token(
+    make_engine: Make, ssd_config: Config, config: Config, num_tiers: int, length: int, reused: int
+) -> None:
+    tiers = TIERS[:num_tiers]
+    config = (config, offloaded(ssd_config, ssd_dir=None), ssd_config)[num_tiers - 1]
+    (row,) = TtftBench((length,), repeat=2, seed=0).measure(Driver(make_engine(config), config)).rows
+    assert set(row["source"]) == {"cold", *tiers, *(f"{tier}_new" for tier in tiers)}
+    full, times = length // 16, {case: taken["median"] for case, taken in row["ttft_ms"].items()}
+    assert row["source"]["cold"] == served(config, length) and row["promoted_blocks"]["cold"] == 0
+    for tier in tiers:
+        assert row["source"][tier] == served(config, length, **{tier: reused})
+        assert row["source"][f"{tier}_new"] == served(config, length + NEW_TOKENS, **{tier: 16 * full})
+        promoted = 0 if tier == "device" else full
+        assert row["promoted_blocks"][tier] == row["promoted_blocks"][f"{tier}_new"] == promoted
+        ratio = "ratio" if tier == "device" else f"ratio_{tier}"
+        assert row[ratio] == times["cold"] / times[tier] and len(row["ttft_ms"][tier]["all"]) == 2
+
+
+def test_without_the_prefix_cache_everything_comes_from_the_host(
+    make_engine: Make, tiered_config: Config
+) -> None:
+    config = replace(tiered_config, kv=replace(tiered_config.kv, prefix_cache=False))
+    (row,) = BENCH.measure(Driver(make_engine(config), config)).rows
     assert set(row["source"]) == {"cold", "host", "host_new"} and "ratio" not in row
-    assert row["source"]["host"] == asdict(KvSource(host=63, computed=1))
-    assert row["promoted_blocks"]["host"] == 4
-    engine.close(timeout_s=20.0)
+    assert row["source"]["host"] == served(config, 64, host=63) and row["promoted_blocks"]["host"] == 4
 
 
-def test_a_cache_that_serves_nothing_is_not_reported_as_served(engine, config, monkeypatch):
-    monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys, like=None: [])
-    with pytest.raises(InvariantBroken, match="expected 63 from the device"):
-        TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
-
-
-def test_a_host_that_has_nothing_is_not_reported_as_served(tiered_engine, tiered_config, monkeypatch):
-    monkeypatch.setattr("penstock.kv.cache.KvCache.lease", lambda *_: None)
-    with pytest.raises(InvariantBroken, match="expected 63 from the host"):
-        TtftBench((64,), repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
-
-
-def test_a_host_hit_that_moved_no_block_is_noticed(tiered_engine, tiered_config, monkeypatch):
-    honest = type(tiered_engine).stats
-
-    def stats(self):
-        taken = honest(self)
-        taken.cache["promoted"] = 0
-        return taken
-
-    monkeypatch.setattr(type(tiered_engine), "stats", stats)
-    with pytest.raises(InvariantBroken, match="0 blocks were promoted"):
-        TtftBench((64,), repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
-
-
-def test_a_cold_run_that_was_not_cold_is_noticed(engine, config, monkeypatch):
-    monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: 0)
+def test_behind_a_disk_the_store_serves_alone_is_cold_again_and_keeps_what_others_have(
+    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {bytes(16): bytearray(b"of another engine")}
     monkeypatch.setattr(
-        "penstock.bench.ttft.random_prompts", lambda num, length, vocab, seed: [list(range(length))]
+        "penstock.kv.build.open_remote",
+        lambda url, space, timeout_s: MemoryStore(space=space.digest, blocks=shared),
     )
-    with pytest.raises(InvariantBroken, match="expected none"):
-        TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
+    monkeypatch.setattr(PrefillRate, "seconds", lambda self, *_: None)  # a second to answer, however fast
+    config = offloaded(ssd_config, remote="valkey://elsewhere")
+    for _ in range(2):
+        engine = make_engine(config)
+        (row,) = BENCH.measure(Driver(engine, config)).rows
+        engine.close(timeout_s=20.0)
+        assert row["source"]["cold"] == served(config, 64)
+        for tier in ("ssd", "remote"):
+            assert row["source"][tier] == served(config, 64, **{tier: 63})
+        assert row["source"]["remote_new"] == served(config, 80, remote=64)
+    assert bytes(16) in shared and row["ratio_remote"] > 0
 
 
-def test_counters_that_disagree_with_the_events_are_noticed(engine, config, monkeypatch):
-    honest = type(engine).stats
+# ------------------------------------------------------------------------------------------ the proof
 
-    def stats(self):
-        taken = honest(self)
-        taken.prompt_tokens["device"] = 0
+
+@pytest.mark.parametrize(
+    ("what", "name", "fake", "said"),
+    [
+        ("penstock.kv.blocks.pool.BlockPool", "find", lambda *_: [], "expected 63 from the device"),
+        ("penstock.kv.cache.KvCache", "lease", lambda *_: None, "expected 63 from the host"),
+    ],
+)
+def test_what_did_not_come_from_the_named_tier_is_not_reported(
+    tiered_engine: Engine,
+    tiered_config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    name: str,
+    fake: Any,
+    said: str,
+) -> None:
+    monkeypatch.setattr(f"{what}.{name}", fake)
+    with pytest.raises(InvariantBroken, match=said):
+        BENCH.measure(Driver(tiered_engine, tiered_config))
+
+
+def test_a_tier_that_was_not_emptied_is_noticed(
+    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Driver.reset_cache
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Driver, "reset_cache", lambda self, *tiers: honest(self, *(one for one in tiers if one != "host"))
+        )
+        with pytest.raises(InvariantBroken, match="expected 63 from the ssd"):
+            BENCH.measure(Driver(make_engine(ssd_config), ssd_config))
+    config = offloaded(ssd_config, ssd_dir=None)
+    monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: honest(self, *tiers) if tiers else 0)
+    monkeypatch.setattr(Driver, "prompts", lambda self, num, length, *seed: [list(range(length))])
+    with pytest.raises(InvariantBroken, match="expected none from the device"):
+        BENCH.measure(Driver(make_engine(config), config))
+
+
+@pytest.mark.parametrize(
+    ("counter", "said"), [("device", "the engine counted"), ("promoted", "'host': 0"), ("ssd", "'ssd': 0")]
+)
+def test_counters_that_disagree_are_noticed(
+    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch, counter: str, said: str
+) -> None:
+    honest = Engine.stats
+
+    def stats(self: Engine) -> Any:
+        taken: Any = honest(self)
+        if counter == "device":
+            taken.prompt_tokens["device"] = 0
+        elif counter == "promoted":
+            taken.cache["promoted"] = 0
+        else:
+            taken.traffic.bytes["ssd", "host"] = 0
         return taken
 
-    monkeypatch.setattr(type(engine), "stats", stats)
-    with pytest.raises(InvariantBroken, match="the engine counted"):
-        TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
+    engine = make_engine(ssd_config)
+    monkeypatch.setattr(Engine, "stats", stats)
+    with pytest.raises(InvariantBroken, match=said):
+        BENCH.measure(Driver(engine, ssd_config))
+
+
+# ------------------------------------------------------------------------------------------ what does not fit
 
 
 @pytest.mark.parametrize("length", [1008, 4000])
-def test_a_length_that_does_not_fit_is_skipped_with_a_reason(engine, config, length):
-    results = TtftBench((length, 32), repeat=1, seed=0).measure(engine, config, silent)
-    (said,) = results.skipped
+def test_a_length_that_does_not_fit_is_skipped_with_a_reason(
+    engine: Engine, config: Config, length: int
+) -> None:
+    results = TtftBench((length, 32), repeat=1, seed=0).measure(Driver(engine, config))
     blocks = -(-(length + NEW_TOKENS + 1) // 16)
-    assert said.startswith(
-        f"{length} tokens: with 16 new ones and one to write they exceed the context of 1024; "
-    )
-    assert said.endswith(
-        f"they need {blocks} KV blocks on the device, which holds 64 (1024 tokens); --device-kv-blocks "
-        f"{blocks} would do"
-    )
+    assert results.skipped == [
+        f"{length} tokens: with 16 new ones and one to write they exceed the context of 1024; they need "
+        f"{blocks} KV blocks on the device, which holds 64 (1024 tokens); --device-kv-blocks {blocks} "
+        "would do"
+    ]
     assert [row["tokens"] for row in results.rows] == [32]
 
 
-def with_host(config, block_bytes, num_blocks):
-    return dataclasses.replace(
-        config, offload=OffloadConfig(host_gib=num_blocks * block_bytes / GIB, load_always=True)
-    )
-
-
-# a block more for each case with new tokens
-@pytest.mark.parametrize(("length", "blocks"), [(256, 18), (264, 18), (15, 2)])
-def test_a_length_that_host_memory_does_not_hold_is_refused_before_anything_is_measured(
-    tiered_engine, config, length, blocks
-):
-    block_bytes, told = tiered_engine.cache.saves.layout.block_bytes, []
-    small = with_host(config, block_bytes, blocks - 1)
-    engine = build(small)
-    results = TtftBench((length,), repeat=1, seed=0).measure(engine, small, lambda *said: told.append(said))
+@pytest.mark.parametrize(
+    ("tier", "place", "small", "length", "blocks"),
+    [
+        # a block more for each case with new tokens
+        ("host", "in host memory", 17.5 * 8192 / GIB, 256, 18),
+        ("host", "in host memory", 17.5 * 8192 / GIB, 264, 18),
+        ("host", "in host memory", 1.5 * 8192 / GIB, 15, 2),
+        ("ssd", "on the disk", 0.0002, 640, 43),
+    ],
+)
+def test_a_length_that_a_tier_does_not_hold_is_refused_at_once_and_the_proposed_size_is_enough(
+    make_engine: Make, ssd_config: Config, tier: str, place: str, small: float, length: int, blocks: int
+) -> None:
+    told: list[Any] = []
+    if tier == "host":
+        ssd_config = offloaded(ssd_config, ssd_dir=None)
+    tight, bench = offloaded(ssd_config, **{f"{tier}_gib": small}), TtftBench((length,), repeat=1, seed=0)
+    engine = make_engine(tight)
+    there = sum(engine.stats().kv_blocks[tier].values())
+    results = bench.measure(Driver(engine, tight, lambda *said: told.append(said)))
     engine.close(timeout_s=20.0)
     (said,) = results.skipped
-    holds = f"which holds {blocks - 1} ({(blocks - 1) * 16} tokens)"
-    assert results.rows == [] and told == []
+    assert results.rows == [] and told == [] and there < blocks
     assert said.startswith(
-        f"{length} tokens: they need {blocks} KV blocks in host memory, {holds}; --kv-offload-host-gib "
+        f"{length} tokens: they need {blocks} KV blocks {place}, which holds {there} ({there * 16} tokens); "
+        f"--kv-offload-{tier}-gib "
     )
-    enough = dataclasses.replace(
-        config, offload=OffloadConfig(host_gib=float(said.split()[-3]), load_always=True)
-    )
-    engine = build(enough)
-    assert [
-        row["tokens"] for row in TtftBench((length,), repeat=1, seed=0).measure(engine, enough, silent).rows
-    ] == [length]
-    assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1, (
-        "what it proposes is not much more than needed"
-    )
-    engine.close(timeout_s=20.0)
+    enough = offloaded(ssd_config, **{f"{tier}_gib": float(said.split()[-3])})
+    engine = make_engine(enough)
+    assert [row["tokens"] for row in bench.measure(Driver(engine, enough)).rows] == [length]
+    if tier == "host":
+        assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1
 
 
-def test_the_command_says_what_would_do_and_measures_what_fits(capsys):
-    tiny = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--repeat", "1"]
-    assert main(["bench", "ttft", *tiny, "--kv-offload-host-gib", "0.0001", "--tokens", "96"]) == 1
-    assert "KV blocks in host memory, which holds" in capsys.readouterr().err
-    argv = ["bench", "ttft", *tiny, "--no-kv-offload", "--tokens", "32,1500", "--device-kv-gib"]
+def test_a_disk_that_has_no_room_is_said_to_have_none(
+    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(ssd_config)
+    monkeypatch.setattr(
+        "penstock.bench.run.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(GIB, GIB, 1000)
+    )
+    (said,) = BENCH.measure(Driver(engine, ssd_config)).skipped
+    assert said.startswith("64 tokens: they need 0.00 GiB of the disk of ") and said.endswith("0.00 are free")
+
+
+# ------------------------------------------------------------------------------------------ a restart
+
+
+RESTART = RestartBench((64, 20), repeat=1, seed=0)
+LONGER = RestartBench((64, 320), repeat=1, seed=0)
+
+
+def lengths(results: Any) -> list[int]:
+    return [row["tokens"] for row in results.rows]
+
+
+def asked_again(bench: RestartBench, config: Config, num_blocks: int, results: Any) -> list[dict[str, Any]]:
+    before = {row["tokens"]: row["samples"] for row in results.rows}
+    return bench.ask_again(config, "bench", num_blocks, before, silent)
+
+
+def test_what_one_engine_computed_the_next_reads_from_disk(ssd_config: Config) -> None:
+    _, before, num_blocks = RESTART.compute(ssd_config, "bench", silent)
+    assert num_blocks == 2 * (4 + 1) and before.skipped == []
+    rows = asked_again(RESTART, ssd_config, num_blocks, before)
+    for row, (length, from_disk) in zip(rows, ((64, 63), (20, 16)), strict=True):
+        assert row["tokens"] == length and row["first_ms"] > 0
+        assert row["source"]["cold"] == row["source"]["cold_before"] == served(ssd_config, length)
+        assert row["source"]["ssd"] == served(ssd_config, length, ssd=from_disk)
+
+
+def test_prompts_that_the_disk_does_not_hold_together_are_refused_before_a_process_computes_them(
+    ssd_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 tokens, two runs: two prompts of 4 blocks that the first process computes, and one that the
+    second does before the last is asked for. Those of 320 are as many of 20, and the disk has 8 + 8 for the
+    others."""
+    small, said = (
+        offloaded(ssd_config, ssd_gib=0.0003),
+        "320 tokens, 4 prompts: they need {} KV blocks on the disk",
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(ttft, "sample", lambda *_: pytest.fail("something was measured"))
+        (refused,) = RestartBench((320,), 1, 0).compute(small, "bench", silent)[1].skipped
+    assert refused.startswith(said.format(60))
+    _, before, _ = LONGER.compute(small, "bench", silent)
+    (refused,) = before.skipped
+    assert lengths(before) == [64] and refused.startswith(said.format(76))
+    shutil.rmtree(small.offload.ssd_dir or "")
+    enough = offloaded(ssd_config, ssd_gib=float(refused.split()[-3]))
+    _, before, num_blocks = LONGER.compute(enough, "bench", silent)
+    assert before.skipped == [] and len(asked_again(LONGER, enough, num_blocks, before)) == 2
+
+
+def test_a_restart_needs_host_memory_for_each_prompt(ssd_config: Config) -> None:
+    _, before, _ = RESTART.compute(offloaded(ssd_config, host_gib=3.5 * 8192 / GIB), "bench", silent)
+    (said,) = before.skipped
+    assert lengths(before) == [20]
+    assert "64 tokens, 4 prompts: they need 4 KV blocks in host memory, which holds 3 (48 tokens)" in said
+
+
+def test_a_directory_that_lost_its_files_is_no_restart(
+    ssd_config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, before, num_blocks = RESTART.compute(ssd_config, "bench", silent)
+    for file in (tmp_path / "ssd").glob("*.kv"):
+        file.unlink()
+    monkeypatch.setattr(ttft, "SCAN_S", 0.1)
+    with pytest.raises(DeadlineExceeded, match="0 of 10 blocks"):
+        asked_again(RESTART, ssd_config, num_blocks, before)
+
+
+def test_errors_progress_and_results_come_from_another_process() -> None:
+    for work, args, kind, said in (
+        (child_work.fail, ("no good",), ConfigError, "no good"),
+        (child_work.fail_oddly, (), StepFailed, "no message says it"),
+        (child_work.vanish, (3,), StepFailed, "code 3"),
+    ):
+        with pytest.raises(kind, match=said):
+            run_in_process(work, args, silent)
+    told: list[Any] = []
+    assert run_in_process(child_work.say, (2,), lambda *said: told.append(said)) != os.getpid()
+    assert told == [("working", 0, 2), ("working", 1, 2)]
+    assert run_in_process(child_work.interrupted, (), silent) == "went on"  # Ctrl-C is for the parent
+
+
+def test_a_scratch_directory_lies_near_the_one_that_is_named_and_is_removed(
+    config: Config, tmp_path: Path
+) -> None:
+    with scratch_ssd(replace(config, offload=OffloadConfig(ssd_dir=str(tmp_path / "not" / "there")))) as made:
+        (folder,) = tmp_path.iterdir()
+        assert made.offload.ssd_dir == str(folder) and list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    with scratch_ssd(config) as made:
+        assert made is config
+    (tmp_path / "file").touch()
+    with_file = replace(config, offload=OffloadConfig(ssd_dir=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match="not a directory"), scratch_ssd(with_file):
+        pass
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_writes_table_file_and_picture_of_the_tiers_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
+    argv = ["bench", "ttft", *TINY, "--tokens", "48,9999", "--repeat", "2", "--json", str(file)]
+    for flags, tiers in (
+        ([], ("device", "host")),
+        (["--no-prefix-cache"], ("host",)),
+        (["--no-kv-offload", "--plot", str(picture)], ("device",)),
+    ):
+        assert main([*argv, *flags]) == 0
+        shown, report = capsys.readouterr(), json.loads(file.read_text())
+        (row,) = report["results"]
+        assert set(row["ttft_ms"]) == {"cold", *tiers, *(f"{tier}_new" for tier in tiers)}
+        assert f"{row['ttft_ms']['cold']['median']:.2f}" in shown.out and report["skipped"][0] in shown.err
+        assert report["settings"] == {"lengths": [48, 9999], "repeat": 2, "seed": 0}
+    assert b"<svg" in picture.read_bytes()
+
+
+def test_the_command_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "bench",
+        "ttft",
+        *TINY[:-2],
+        "--repeat",
+        "1",
+        "--tokens",
+        "32,1500",
+        "--no-kv-offload",
+        "--device-kv-gib",
+    ]
     assert main([*argv, "0.002"]) == 0
     *_, flag, gib, _, _ = capsys.readouterr().err.split()
     assert flag == "--device-kv-gib" and main([*argv, gib]) == 0
     assert "skipped" not in capsys.readouterr().err
 
 
-def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
-    file, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
-    tiny = ("--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64")
-    argv = [
-        "bench",
-        "ttft",
-        *tiny,
-        "--tokens",
-        "48,9999",
-        "--repeat",
-        "2",
-        "--json",
-        str(file),
-        "--plot",
-        str(picture),
-    ]
-    assert main(argv) == 0
-    shown = capsys.readouterr()
+def test_the_command_restarts_in_new_processes_and_leaves_no_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, near = tmp_path / "restart.json", tmp_path / "cache"
+    near.mkdir()
+    (near / "penstock-000000.kv").write_text("a cache of others")
+    flags = ["--tokens", "48,9999", "--repeat", "1", "--kv-offload-ssd-dir", str(near), "--json", str(file)]
+    assert main(["bench", "ttft", "--restart", *TINY, *flags]) == 0
     report = json.loads(file.read_text())
     (row,) = report["results"]
-    assert f"{row['ttft_ms']['cold']['median']:.2f}" in shown.out
-    assert report["skipped"][0] in shown.err
-    assert report["settings"] == {"lengths": [48, 9999], "repeat": 2, "seed": 0}
-    assert b"<svg" in picture.read_bytes()
-    assert row["source"]["host"]["host"] == 47 and row["promoted_blocks"]["host"] == 3
-
-
-def test_the_command_measures_the_host_alone_or_the_device_alone(tmp_path, capsys):
-    tiny = (
-        "--model",
-        "tiny-qwen3",
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-        "--device-kv-blocks",
-        "64",
-        "--tokens",
-        "48",
-        "--repeat",
-        "1",
-    )
-    for flags, cases in (
-        ("--no-prefix-cache", {"cold", "host", "host_new"}),
-        ("--no-kv-offload", {"cold", "device", "device_new"}),
-    ):
-        file = tmp_path / "ttft.json"
-        assert main(["bench", "ttft", *tiny, flags, "--json", str(file)]) == 0
-        (row,) = json.loads(file.read_text())["results"]
-        assert set(row["ttft_ms"]) == cases
-    capsys.readouterr()
+    assert report["bench"] == "ttft --restart" and report["model"] == "tiny-qwen3"
+    assert row["source"]["ssd"] == asdict(KvSource(ssd=47, computed=1))
+    assert f"{row['ratio_ssd']:.1f}" in capsys.readouterr().out
+    assert [path.read_text() for path in near.iterdir()] == ["a cache of others"]
+    assert main(["bench", "ttft", "--restart", "--no-kv-offload"]) == 2
+    assert "--restart needs --kv-offload" in capsys.readouterr().err

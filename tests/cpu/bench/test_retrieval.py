@@ -171,46 +171,21 @@ def test_a_needle_outweighs_a_million_tokens_of_any_other_kind(tmp_path: Path, s
 # ----------------------------------------------------------------------- blocks that are not what was written
 
 
-def lost_keys(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer, 0] = 0
-
-
-def lost_values(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer, 1] = 0
-
-
-def another_block(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer] = blocks[other, layer]
-
-
-def exchanged_values(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[[at, other], layer, 1] = blocks[[other, at], layer, 1]
-
-
-def exchanged_heads(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer] = blocks[at, layer].flip(dims=[2])
-
-
-def keys_of_another_layer(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer, 0] = blocks[at, 1 - layer, 0]
-
-
-def values_of_another_layer(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer, 1] = blocks[at, 1 - layer, 1]
-
-
-def exchanged_layers(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at] = blocks[at].flip(dims=[0])
-
-
-def one_head_lost(blocks: Tensor, at: int, other: int, layer: int) -> None:
-    blocks[at, layer, :, :, 1] = 0
-
-
-DAMAGES = [
-    *(lost_keys, lost_values, another_block, exchanged_values, exchanged_heads),
-    *(keys_of_another_layer, values_of_another_layer, exchanged_layers, one_head_lost),
-]
+# what happens to block `at` of one layer, which has keys, then values, by token and head
+DAMAGES: dict[str, Callable[[Tensor, int, int, int], None]] = {
+    "lost keys": lambda blocks, at, other, layer: blocks[at, layer, 0].zero_(),
+    "lost values": lambda blocks, at, other, layer: blocks[at, layer, 1].zero_(),
+    "another block": lambda blocks, at, other, layer: blocks[at, layer].copy_(blocks[other, layer]),
+    "exchanged heads": lambda blocks, at, other, layer: blocks[at, layer].copy_(blocks[at, layer].flip(2)),
+    "other layer's keys": lambda blocks, at, other, layer: blocks[at, layer, 0].copy_(
+        blocks[at, 1 - layer, 0]
+    ),
+    "other layer's values": lambda blocks, at, other, layer: blocks[at, layer, 1].copy_(
+        blocks[at, 1 - layer, 1]
+    ),
+    "exchanged layers": lambda blocks, at, other, layer: blocks[at].copy_(blocks[at].flip(0)),
+    "one head lost": lambda blocks, at, other, layer: blocks[at, layer, :, :, 1].zero_(),
+}
 
 
 def slot_of(engine: Engine, stack: Haystack, needle: Needle) -> int:
@@ -220,15 +195,15 @@ def slot_of(engine: Engine, stack: Haystack, needle: Needle) -> int:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_needle_whose_block_is_damaged_in_one_layer_is_not_found(
-    engine: Engine, damage: Callable[..., None], layer: int
+    engine: Engine, damage: str, layer: int
 ) -> None:
     stack = haystack(2048, 4, (0.2, 0.4, 0.6, 0.8), seed=1)
     (prompt, answer), *others = stack.questions()
     assert generate(engine, prompt, max_tokens=1).tokens == [answer]
     first, second = (slot_of(engine, stack, needle) for needle in stack.needles[:2])
-    damage(engine.arena.tensor, first, second, layer)
+    DAMAGES[damage](engine.arena.tensor, first, second, layer)
     again = generate(engine, prompt, max_tokens=2)
     assert again.source is not None and again.source.device >= 2032, (
         "it was computed anew, so nothing was shown"

@@ -12,7 +12,7 @@ import torch
 
 import store_clients
 from penstock.bench.transfer import layout_of
-from penstock.bench.transfer_cold import TransferShape
+from penstock.bench.transfer_ways import TransferShape
 from penstock.config import Config, ModelSource, OffloadConfig
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
 from penstock.models.progress import silent
@@ -57,7 +57,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store._space = space.digest
         return store
 
-    monkeypatch.setattr(store_clients, "open_store", open_store)
+    monkeypatch.setattr("penstock.kv.build.open_remote", open_store)
     return store
 
 

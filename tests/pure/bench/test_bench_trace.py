@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import subprocess
 import sys
 from functools import cache
@@ -167,64 +166,6 @@ def test_no_hit_of_the_optimum_stands_on_a_missing_prefix(trace, capacity):
     assert num_hits == best_hits(uses, capacity, silent).blocks
 
 
-class Clairvoyant:
-    """Forgets what is used again last; knows the trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.coming = {key: [] for keys in trace.prompts for key in keys}
-        for number, keys in enumerate(trace.prompts):
-            for depth, key in enumerate(keys):
-                self.coming[key].append((number, depth))
-        self.key: dict[int, bytes] = {}
-        self.idle: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self.idle)
-
-    def __iter__(self):
-        return iter(self.idle)
-
-    def sealed(self, slots, keys, depths):
-        self.key.update(zip(slots, keys, strict=True))
-
-    def hit(self, slots):
-        pass
-
-    def add(self, slots):
-        for slot in slots:
-            self.coming[self.key[slot]].pop(0)
-            self.idle.add(slot)
-
-    def remove(self, slots):
-        self.idle.difference_update(slots)
-
-    def pop(self, num):
-        def next_use(slot):
-            return next(iter(self.coming[self.key[slot]]), (10**9, slot))
-
-        popped = sorted(self.idle, key=next_use)[::-1][:num]
-        self.idle.difference_update(popped)
-        return popped
-
-
-def test_an_order_that_knows_the_trace_comes_close_to_the_optimum(monkeypatch):
-    """So the bound is no idle one: what it ignores costs little."""
-    source = random.Random(0)
-    turns = [(chat, turn) for chat in range(100) for turn in range(source.randint(1, 5))]
-    when = {chat: sorted(source.sample(range(1000), 5)) for chat in range(100)}
-    turns.sort(key=lambda each: when[each[0]][each[1]])
-    trace = trace_of([[(chat, depth) for depth in range(3 * turn + 3)] for chat, turn in turns])
-    monkeypatch.setattr("penstock.bench.trace.make_order", lambda *_: Clairvoyant(trace))
-    for capacity in (60, 120, 240):
-        best = best_hits(next_uses(trace), capacity, silent).blocks
-        assert (
-            0.9 * best
-            <= replay(trace, "clairvoyant", capacity, silent).blocks
-            <= best
-            < trace.num_blocks - trace.num_distinct
-        )
-
-
 # ----------------------------------------------------------------------------------------------------- traces
 
 
@@ -250,29 +191,27 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), BAD_LINES, ids=[said for _, said in BAD_LINES])
-def test_a_bad_line_is_refused_by_its_number(file, line, said):
-    file.write_text("\n".join([line_of([1]), "", line, line_of([2])]))
-    with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 3: .*{said}"):
-        read_trace(file)
-    assert len(read_trace(file, 1).prompts) == 1
+def test_a_bad_line_is_refused_by_its_number(file):
+    for line, said in BAD_LINES:
+        file.write_text("\n".join([line_of([1]), "", line, line_of([2])]))
+        with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 3: .*{said}"):
+            read_trace(file)
+        assert len(read_trace(file, 1).prompts) == 1
 
 
 def test_a_trace_that_cannot_be_read_or_has_nothing_to_keep_is_refused(tmp_path):
-    for name, content, said in [
-        ("none", None, "cannot be read"),
-        ("text", b"\xff\xfe", "cannot be read"),
-        ("empty", b"\n", "nothing to keep"),
-    ]:
-        path = tmp_path / name
+    path = tmp_path / "trace"
+    short = json.dumps({"input_length": 511, "hash_ids": [1]}).encode()
+    for content, said in (
+        (None, "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"\n", "nothing to keep"),
+        (short, "no prompt with a full block"),
+    ):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(ConfigError, match=said):
             read_trace(path)
-    short = tmp_path / "short"
-    short.write_text(json.dumps({"input_length": 511, "hash_ids": [1]}))
-    with pytest.raises(ConfigError, match="no prompt with a full block"):
-        read_trace(short)
 
 
 @pytest.mark.parametrize(("num_distinct", "steps"), [(170_899, 9), (5, 4), (1, 1)])
@@ -311,11 +250,8 @@ def test_conversations_are_read_as_blocks_of_mooncakes_size_in_the_order_of_thei
     assert longer[:2] == first and sub == again == first[:1], "a sub-agent shares its parent's ids"
     assert other != sub, "ids of another conversation are other blocks"
     assert changed[0] != first[0], "its eighth block of 64 tokens is another one"
-    assert (trace.num_blocks, trace.num_distinct, trace.num_tokens) == (
-        9,
-        5,
-        1030 + 512 + 512 + 600 + 1536 + 1000,
-    )
+    assert (trace.num_blocks, trace.num_distinct) == (9, 5)
+    assert trace.num_tokens == 1030 + 512 + 512 + 600 + 1536 + 1000
     assert [len(keys) for keys in read_any(conversations, 3).prompts] == [2, 1, 1]
     assert [len(keys) for keys in read_any(conversations, None, "turns").prompts] == [2, 1, 1, 3, 1, 1]
 
@@ -386,42 +322,18 @@ def test_a_scan_is_no_part_of_the_rates_but_pushes_others_out():
 
 def test_the_command_replays_conversations_and_a_scan(conversations, tmp_path, capsys):
     out = tmp_path / "out.json"
-    argv = [
-        "--policies",
-        "lru",
-        "--capacity-blocks",
-        "5,100",
-        "--interleave",
-        "turns",
-        "--scan",
-        "2",
-        "--scan-blocks",
-        "3",
-    ]
-    assert main(["bench", "trace", str(conversations), *argv, "--json", str(out)]) == 0
+    argv = f"--policies lru --capacity-blocks 5,100 --interleave turns --scan 2 --scan-blocks 3 --json {out}"
+    assert main(["bench", "trace", str(conversations), *argv.split()]) == 0
     assert "6 requests and 2 one-off documents of 3 blocks" in capsys.readouterr().out
     report = json.loads(out.read_text())
-    assert (report["trace"]["requests"], report["trace"]["scans"], report["trace"]["scan_blocks"]) == (
-        6,
-        2,
-        3,
-    )
-    assert report["trace"]["interleave"] == "turns"
+    of = report["trace"]
+    assert (of["requests"], of["scans"], of["scan_blocks"], of["interleave"]) == (6, 2, 3, "turns")
     assert report["results"][1]["hit_blocks"] == 4
 
 
 def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    argv = [
-        "--policies",
-        "lru,cost,lru",
-        "--capacity-blocks",
-        "3,5",
-        "--json",
-        str(out),
-        "--plot",
-        str(picture),
-    ]
+    argv = f"--policies lru,cost,lru --capacity-blocks 3,5 --json {out} --plot {picture}".split()
     assert main(["bench", "trace", str(file), *argv]) == 0
     shown = capsys.readouterr().out
     assert "30.0" in shown and "prefill work saved" in shown and "upper bound" in shown
@@ -441,9 +353,8 @@ def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_pa
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
+def test_what_is_wrong_is_refused_by_name_in_one_line(file, tmp_path, capsys, monkeypatch):
+    for argv, named in (
         (("--policies", "lru,mru"), "'mru'"),
         (("--policies", ""), "--policies"),
         (("--capacity-blocks", "0"), "--capacity-blocks"),
@@ -454,22 +365,14 @@ def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_pa
         (("--scan-blocks", "8"), "--scan-blocks needs --scan"),
         (("--plot", "x.txt"), "--plot"),
         (("--model", "smollm2-135m"), "--model"),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(file, argv, named, capsys):
-    assert main(["bench", "trace", str(file), *argv]) == 2
-    assert named in capsys.readouterr().err
-
-
-def test_a_bad_trace_ends_the_command_with_one_line(file, capsys):
+    ):
+        assert main(["bench", "trace", str(file), *argv]) == 2
+        assert named in capsys.readouterr().err
     file.write_text("nonsense\n")
     assert main(["bench", "trace", str(file)]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and "line 1: not JSON" in shown.err
-
-
-def test_a_picture_without_matplotlib_is_refused_before_the_trace_is_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("penstock.bench.report.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.bench.report.find_spec", lambda name: None)  # before the trace is read
     assert main(["bench", "trace", str(tmp_path / "none"), "--plot", str(tmp_path / "x.png")]) == 2
     assert "penstock[plots]" in capsys.readouterr().err
 
