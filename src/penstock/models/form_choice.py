@@ -7,13 +7,15 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -62,22 +64,16 @@ class Measurement:
         """The fastest. None: float32 alone."""
         most, one = self.ms[str(ROWS[-1])], self.ms["1"]
         wide = "bfloat16" if most["bfloat16"] < most["float32"] else "float32"
-        few, few_of_4 = (
-            self._rows_won("int8", wide),
-            self._rows_won("int4", wide) if "int4" in one and one["int4"] < one["int8"] else 0,
-        )
-        return (
-            None if few == few_of_4 == 0 and wide == "float32" else Forms(getattr(torch, wide), few, few_of_4)
-        )
+        of_4 = self._rows_won("int4", wide) if one.get("int4", math.inf) < one["int8"] else 0
+        forms = Forms(getattr(torch, wide), self._rows_won("int8", wide), of_4)
+        return None if forms == Forms(torch.float32) else forms
 
     def _rows_won(self, narrow: str, wide: str) -> int:
         """Up to how many rows `narrow` is the faster of the two; one that loses in between ends there."""
-        won = 0
-        for rows in ROWS[:-1]:
-            if self.ms[str(rows)][narrow] >= self.ms[str(rows)][wide]:
-                break
-            won = rows
-        return won
+        times = ((rows, self.ms[str(rows)]) for rows in ROWS[:-1])
+        return max(
+            (rows for rows, ms in takewhile(lambda item: item[1][narrow] < item[1][wide], times)), default=0
+        )
 
 
 def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms | None:
@@ -88,12 +84,8 @@ def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms
             "--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded "
             "to 4 bits"
         )
-    named = {
-        "int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS),
-        "int8": Forms(torch.bfloat16, FEW_ROWS),
-        "bfloat16": Forms(torch.bfloat16),
-    }
-    return named.get(weights)
+    few_rows = {"int4": (FEW_ROWS, FEW_ROWS), "int8": (FEW_ROWS,), "bfloat16": ()}
+    return Forms(torch.bfloat16, *few_rows[weights]) if weights in few_rows else None
 
 
 def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:
@@ -159,15 +151,11 @@ def kept_measurement(config: ModelConfig) -> Measurement | None:
     """None: there is none for this machine and this shape, or it cannot be read."""
     try:
         raw = json.loads(_file(config).read_bytes())
-        found = Measurement(
-            raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"], raw["others"]
-        )
-        if (found.cpu, found.torch, found.threads, found.shape) != _place(config):
-            return None
+        found = Measurement(**{**raw, "shape": tuple(raw["shape"])})
         _ = found.forms  # raises where a figure is missing
-        return found
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found if astuple(found)[:4] == _place(config) else None
 
 
 def measure(

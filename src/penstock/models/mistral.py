@@ -4,10 +4,8 @@ llama, and state no window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.models.architecture import Architecture, stated_windows
+from penstock.models.fields import Fields
 
 _WINDOW = 4096  # where a config does not say; null in it means none
 
@@ -17,5 +15,5 @@ class Mistral(Architecture):
     config_name = "MistralForCausalLM"
     in_gguf = False
 
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return stated_windows({"sliding_window": _WINDOW, **raw}, num_layers, 0, where)
+    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
+        return stated_windows(Fields({"sliding_window": _WINDOW, **fields.raw}, fields.where), num_layers)

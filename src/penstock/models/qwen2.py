@@ -3,9 +3,6 @@ later layers where the config turns them on. Owns its names, its biases and its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.models.architecture import Architecture, switched_windows
 from penstock.models.fields import Fields
 
@@ -17,5 +14,5 @@ class Qwen2(Architecture):
     def biases(self, fields: Fields) -> dict[str, bool]:
         return {**super().biases(fields), "qkv_bias": True}
 
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return switched_windows(raw, num_layers, where)
+    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
+        return switched_windows(fields, num_layers)

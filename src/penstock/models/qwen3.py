@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from penstock.models.architecture import Architecture, WeightSpec, stack, switched_windows
+from penstock.models.architecture import Architecture, switched_windows
+from penstock.models.fields import Fields
 from penstock.models.model import ModelConfig
 
 QWEN3_4B = ModelConfig(
@@ -47,15 +48,10 @@ class Qwen3(Architecture):
         "tiny-qwen3": TINY_QWEN3,
     }
     bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias")}
-
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        norms = [stack(name, (f"self_attn.{name}.weight", config.head_dim)) for name in ("q_norm", "k_norm")]
-        weights = super().layer(config)
-        at = [weight.name for weight in weights].index("out")
-        return (*weights[:at], *norms, *weights[at:])
+    norms_heads = True
 
     def default_head_dim(self, hidden: int, heads: int) -> int | None:
         return None
 
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return switched_windows(raw, num_layers, where)
+    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
+        return switched_windows(fields, num_layers)

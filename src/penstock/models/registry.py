@@ -9,6 +9,7 @@ from typing import Any
 from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.embedded import NAME
+from penstock.models.fields import Json
 from penstock.models.llama import Llama
 from penstock.models.mistral import Mistral
 from penstock.models.model import ModelConfig
@@ -41,7 +42,7 @@ def layout(config: ModelConfig) -> tuple[WeightSpec, ...]:
     return tuple(architecture_of(config).layout(config))
 
 
-def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+def parse_config(raw: Json, where: str) -> ModelConfig:
     """The dimensions in a parsed config.json; `where` names it in errors."""
     known = {architecture.config_name: architecture for architecture in ARCHITECTURES}
     names = raw.get("architectures")
@@ -57,7 +58,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def config_of_gguf(
-    metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
+    metadata: Json, tensors: Container[str], factors: RopeFactors, where: str
 ) -> dict[str, Any]:
     """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount
     to."""

@@ -141,9 +141,10 @@ def test_bytes_are_counted_as_they_are_held(tmp_path: Path, weights: WeightsName
     model.output.logits(torch.ones(1, model.config.hidden))  # type: ignore[attr-defined]
     forms = pinned_forms(weights, facts.in_4_bits)
     shapes = [(w.name, w.shape) for w in layout(model.config)]
-    held = [model.embedding, model.norm, *(t for layer in model.layers for t in layer if t is not None)]  # type: ignore[attr-defined]
+    held = [model.embedding, model.norm, *(t for layer in model.layers for t in vars(layer).values())]
     held += [] if model.config.tied_embeddings else [model.output]  # type: ignore[attr-defined]
-    tensors = [t for one in held for t in (one.tensors if isinstance(one, Matrix) else [one])]
+    parts = [t for one in held for t in (one.tensors if isinstance(one, Matrix) else [one])]
+    tensors = [t for t in parts if isinstance(t, Tensor)]
     assert forms is not None
     assert sum(t.nbytes for t in tensors) == forms.num_bytes(
         shapes, model.config.tied_embeddings, facts.in_4_bits
@@ -222,8 +223,8 @@ def test_a_matrix_in_4_bits_has_the_values_of_the_file_in_both_forms(encoding: s
     values, kind = some(rows, 96), gguf.GGMLQuantizationType[encoding]
     raw = gguf.quantize(values.numpy(), kind)
     in_file = torch.tensor(gguf.dequantize(raw, kind))
-    found = gguf_file._QUANTS[kind](raw)
-    matrix = matrix_of_quants(Quants(*map(torch.from_numpy, found)), INT4)
+    found = (torch.from_numpy(part.reshape(rows, -1)) for part in gguf_file._QUANTS[kind](raw))
+    matrix = matrix_of_quants(Quants(*found), INT4)
     assert matrix.wide is not None and matrix.shape == (rows, 96)
     # A scale rounded to bfloat16 is off by 2**-9, and so is a zero; a value is up to 8 steps from its zero.
     bound = 2**-8 * in_file.abs().max()

@@ -346,7 +346,7 @@ def header(entries: Sequence[bytes] = (), tensors: Sequence[bytes] = ()) -> byte
         b"GGUF"
         + struct.pack("<IQQ", 3, len(tensors), len(entries))
         + b"".join([*entries, *tensors])
-        + bytes(64)
+        + bytes(128)
     )
 
 
