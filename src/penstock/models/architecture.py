@@ -163,7 +163,7 @@ class Architecture:
         """Where config.json does not say it. None: it must."""
         return hidden // heads
 
-    def biases(self, fields: Fields) -> dict[str, bool]:
+    def biases(self, fields: Fields) -> dict[str, Any]:
         """The fields of ModelConfig that say which projections have a bias."""
         stated = {name: fields.flag(name, False) for name in ("attention_bias", "mlp_bias")}
         for name, is_on in stated.items():
@@ -194,8 +194,8 @@ class Architecture:
         if entry("expert_count", 0):
             raise ModelError(f"{where}: experts (expert_count) are not supported")
         heads, hidden = entry("attention.head_count"), entry("embedding_length")
-        derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-        head_dim = entry("attention.key_length") or derived
+        known = isinstance(hidden, int) and isinstance(heads, int) and heads
+        head_dim = entry("attention.key_length") or (hidden // heads if known else None)
         if entry("attention.value_length", head_dim) != head_dim:
             raise ModelError(f"{where}: keys and values of unequal width are not supported")
         rotated = entry("rope.dimension_count", head_dim)

@@ -41,14 +41,12 @@ class DecoderLayer:
     @classmethod
     def make(cls, index: int, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps) -> Self:
         """`weights` are changed in place. One that no field takes is an error."""
-        order = row_order(config)
-        for tensor in (
-            weights[name] for name in ("qkv", "qkv_bias") if order is not None and name in weights
-        ):
-            if isinstance(tensor, Matrix):
-                tensor.reorder(order)
-            else:
-                tensor.copy_(tensor[order.to(tensor.device)])
+        if (order := row_order(config)) is not None:
+            for tensor in (weights[name] for name in ("qkv", "qkv_bias") if name in weights):
+                if isinstance(tensor, Matrix):
+                    tensor.reorder(order)
+                else:
+                    tensor.copy_(tensor[order.to(tensor.device)])
         return cls(index=index, eps=config.norm_eps, ops=ops, **weights)
 
     def forward(

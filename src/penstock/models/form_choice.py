@@ -84,8 +84,8 @@ def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms
             "--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded "
             "to 4 bits"
         )
-    few_rows = {"int4": (FEW_ROWS, FEW_ROWS), "int8": (FEW_ROWS,), "bfloat16": ()}
-    return Forms(torch.bfloat16, *few_rows[weights]) if weights in few_rows else None
+    few, of_4 = FEW_ROWS * (weights in ("int4", "int8")), FEW_ROWS * (weights == "int4")
+    return None if weights == "float32" else Forms(torch.bfloat16, few, of_4)
 
 
 def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:

@@ -154,7 +154,8 @@ class Matrix:
         assert not self.is_in_4_bits
         held = (self.packed, self.scale, self.wide)
         parts = ([None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in held)
-        return [Matrix(*part, self.few_rows, self.steady) for part in zip(*parts, strict=True)]
+        rows = zip(*parts, strict=True)
+        return [Matrix(packed, scale, wide, self.few_rows, self.steady) for packed, scale, wide in rows]
 
     def fill(self, rows: slice, values: Tensor) -> None:
         """Round float32 `values` [rows, in] to its forms."""

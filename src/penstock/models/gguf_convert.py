@@ -136,7 +136,7 @@ class GgufModel:
         for name, tensor in self._tensors.items():
             digests = []
             for _, piece in self._source.decoded(*self._of(name)):
-                file.write(piece)
+                file.write(piece.data)
                 digests.append(piece_digest(piece))
                 done += piece.nbytes
                 progress("converting GGUF to safetensors (once)", done, end)

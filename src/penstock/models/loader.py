@@ -115,9 +115,8 @@ class _Load:
         config = self._settled(config, tokenizer)
         config = dataclasses.replace(config, max_position=max(config.max_position, positions))
         forms = self._forms(config, "float32" if self.weights == "auto" else self.weights)
-        seed, place = self.source.seed, (self.device, self.dtype)
-        digest = dummy_digest(config, seed, *place, forms)
-        weights = dummy_weights(config, seed, *place, self.progress, forms)
+        of = (config, self.source.seed, self.device, self.dtype)
+        digest, weights = dummy_digest(*of, forms), dummy_weights(*of, self.progress, forms)
         model = architecture_of(config).model(config, weights, self.ops, digest)
         return LoadedModel(model, tokenizer, name, self._held(forms))
 

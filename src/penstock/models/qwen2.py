@@ -3,6 +3,8 @@ later layers where the config turns them on. Owns its names, its biases and its 
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.models.architecture import Architecture, switched_windows
 from penstock.models.fields import Fields
 
@@ -11,7 +13,7 @@ class Qwen2(Architecture):
     name = "qwen2"
     config_name = "Qwen2ForCausalLM"
 
-    def biases(self, fields: Fields) -> dict[str, bool]:
+    def biases(self, fields: Fields) -> dict[str, Any]:
         return {**super().biases(fields), "qkv_bias": True}
 
     def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:

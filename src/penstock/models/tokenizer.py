@@ -138,7 +138,7 @@ class TextCodec(Protocol):
 
     def encode_apart(self, rendered: Rendered, most: int | None) -> list[int]:
         """A prompt in which only the template's spellings of special tokens become them."""
-        ...
+        return self.encode(rendered.plain(rendered.text), False, most)
 
     def token_bytes(self, id: int, first: bool = False) -> bytes:
         """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a

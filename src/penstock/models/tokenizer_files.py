@@ -156,7 +156,7 @@ def _template_text(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
 
-def _named_templates(settings: Json, where: Path) -> dict[str, str]:
+def _named_templates(settings: Json, where: Path) -> dict[str, Any]:
     """The templates that are known here, by name."""
     template = settings.get("chat_template")
     listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
@@ -191,7 +191,7 @@ def _split_by(pattern: str) -> list[Any]:
 
 
 # Where merges may not reach across: the rules the vocabularies were trained with.
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: dict[str, list[Any]] = {
     # Digits first: without it two blanks before a digit would become two tokens instead of the trained one.
     "smollm": [pre_tokenizers.Digits(individual_digits=True), _BY_REGEX],
     "gpt-2": [_BY_REGEX],

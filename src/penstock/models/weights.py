@@ -33,18 +33,6 @@ from penstock.models.registry import architecture_of, layout
 INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
-_ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
@@ -114,10 +102,10 @@ def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directo
     head, embed = stored.get(f"{HEAD}.weight"), stored.get(f"{EMBED}.weight")
     if not config.tied_embeddings or head is None or embed is None:
         return
-    row_bytes = max(one.num_bytes // max(one.shape[0], 1) for one in (head, embed))
     same = head.shape == embed.shape and head.dtype in DTYPES
-    if not same or any(
-        not torch.equal(head.floats(rows), embed.floats(rows)) for rows in piece_rows(config.vocab, row_bytes)
+    if not same or not all(
+        torch.equal(head.floats(rows), embed.floats(rows))
+        for rows in piece_rows(config.vocab, 4 * config.hidden)
     ):
         raise ModelError(
             f"{directory}: tie_word_embeddings is true, but {HEAD}.weight is another matrix than "
@@ -260,10 +248,9 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
         start = at = 8 + header_bytes
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape, (first, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
-            num_bytes = _ITEM_BYTES.get(dtype, 0) * math.prod(shape)
-            if not all(is_number(n, int) and n >= 0 for n in (*shape, first)) or end - first != (
-                num_bytes if dtype in _ITEM_BYTES else end - first  # of one that is not known nothing is read
-            ):
+            counts = all(is_number(n, int) and n >= 0 for n in (*shape, first, end - first))
+            # of a dtype that weights may not have nothing is read
+            if not counts or (dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - first):
                 raise ValueError(
                     f"{name} of shape {shape} in {dtype} does not take the bytes {first} to {end}"
                 )
