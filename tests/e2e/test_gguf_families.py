@@ -79,9 +79,8 @@ def test_a_file_computes_what_the_directory_computes(name: str, tmp_path: Path) 
 @torch.inference_mode()
 def their_logits(folder: Path, **how: Any) -> torch.Tensor:
     load = TRANSFORMERS.AutoModelForCausalLM.from_pretrained
-    logits: torch.Tensor = load(folder, dtype=torch.float32, pad_token_id=0, **how)(
-        torch.tensor([IDS])
-    ).logits[0]
+    model = load(folder, dtype=torch.float32, pad_token_id=0, **how)
+    logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
     return logits
 
 

@@ -41,6 +41,7 @@ IDS = torch.randint(3, 512, (2 * PROMPT,), generator=torch.Generator().manual_se
 SHORT = [0.9 + 0.05 * i for i in range(8)]
 LONG = [1.0 + 0.7 * i for i in range(8)]
 
+SWITCHED = {"use_sliding_window": True, "max_window_layers": 1}
 # What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have
 # none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,14 +53,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {}),
     "tied qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2 with windows": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
-    ),
+    "qwen2 with windows": ("Qwen2", {**SWITCHED, "sliding_window": 21}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 with biases and windows": (
         "Qwen3",
-        {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 33}
+        {"head_dim": 16, "attention_bias": True, **SWITCHED, "sliding_window": 33}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "phi3": ("Phi3", {"sliding_window": 47, "num_key_value_heads": 4}),
@@ -247,7 +245,7 @@ def test_a_served_model_scores_a_prompt_as_transformers_does(
     tmp_path: Path, start_server: Callable[..., tuple[Any, str]]
 ) -> None:
     """Over HTTP: stretched positions, biases and a window, sharded safetensors, prompts in chunks."""
-    fields = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, **STATED}
+    fields = {**SWITCHED, "sliding_window": 40, **STATED}
     reference = their_model("Qwen2", YARN, **fields)
     directory = save(reference, tmp_path / "model")
     flags = ("--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict")

@@ -116,13 +116,8 @@ def test_a_served_adapter_writes_what_the_engine_writes(
     body = {"lora_name": "tuned", "lora_path": "a1"}
     assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
     for model, expected in (("tuned", right[0]), ("smollm2-135m", right[1])):
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
+        body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
         assert reply["model"] == model
         assert reply["choices"][0]["text"] == engine.tokenizer.decode(expected.tokens, skip_special=True)
