@@ -48,7 +48,7 @@ def test_a_rotary_scheme_computes_on_cuda_what_transformers_computes(scheme: str
         assert_parity(engine, reference, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3, part of each head turned"])
+@pytest.mark.parametrize("family", ["qwen2 with windows", "phi4-mini"])
 def test_an_adapter_on_cuda_changes_what_it_changes_on_the_cpu(family: str, tmp_path: Path) -> None:
     name, fields = FAMILIES[family]
     reference = their_model(name, **fields)

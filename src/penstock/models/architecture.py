@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder, DecoderLayer
@@ -60,17 +60,17 @@ class Architecture:
     """One architecture. A subclass states the first two names and overrides what else is different."""
 
     # `ModelConfig.architecture`, `model_type` in config.json, `general.architecture` in GGUF files
-    name: ClassVar[str]
-    config_name: ClassVar[str]  # in `architectures` of config.json
-    presets: ClassVar[Mapping[str, ModelConfig]] = {}  # dimensions that users can ask for by name
-    # fields of config.json to the biases of ModelConfig that they turn on
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    in_gguf: ClassVar[bool] = True  # whether GGUF files call it by its name
-    fused: ClassVar[bool] = False  # whether files have q, k and v in one matrix, and gate and up in another
-    norms_heads: ClassVar[bool] = False  # whether q and k are normalised per head before they are rotated
-    rotates_partly: ClassVar[bool] = False  # whether its heads may turn in part (`partial_rotary_factor`)
+    name: str
+    config_name: str  # in `architectures` of config.json
+    # the biases of ModelConfig that `attention_bias` and `mlp_bias` of config.json turn on
+    attention_biases: tuple[str, ...] = ()
+    mlp_biases: tuple[str, ...] = ()
+    in_gguf = True  # whether GGUF files call it by its name
+    fused = False  # whether files have q, k and v in one matrix, and gate and up in another
+    norms_heads = False  # whether q and k are normalised per head before they are rotated
+    rotates_partly = False  # whether its heads may turn in part (`partial_rotary_factor`)
     # endings of names: in GGUF files the halves of their heads are interleaved
-    interleaved_in_gguf: ClassVar[tuple[str, ...]] = ()
+    interleaved_in_gguf: tuple[str, ...] = ()
 
     def layer_kind(self, config: ModelConfig, index: int) -> type[DecoderLayer]:
         """The class that computes layer `index`. Its fields are the names of `layer`."""
@@ -165,11 +165,13 @@ class Architecture:
 
     def biases(self, fields: Fields) -> dict[str, Any]:
         """The fields of ModelConfig that say which projections have a bias."""
-        stated = {name: fields.flag(name, False) for name in ("attention_bias", "mlp_bias")}
-        for name, is_on in stated.items():
-            known = name in self.bias_fields or not is_on
-            fields.need(known, f"{name} is true, but {self.config_name} with such a bias is not supported")
-        return {bias: stated[name] for name, biases in self.bias_fields.items() for bias in biases}
+        found = {}
+        for name, biases in (("attention_bias", self.attention_biases), ("mlp_bias", self.mlp_biases)):
+            is_on = fields.flag(name, False)
+            refused = f"{name} is true, but {self.config_name} with such a bias is not supported"
+            fields.need(biases or not is_on, refused)
+            found |= dict.fromkeys(biases, is_on)
+        return found
 
     def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
         """`ModelConfig.windows`. Here a window is refused; an architecture with windows says how its config

@@ -4,9 +4,6 @@ names, its tensors and its built-in dimensions."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
-
 from penstock.models.architecture import Architecture, switched_windows
 from penstock.models.fields import Fields
 from penstock.models.model import ModelConfig
@@ -42,12 +39,7 @@ TINY_QWEN3 = dataclasses.replace(
 class Qwen3(Architecture):
     name = "qwen3"
     config_name = "Qwen3ForCausalLM"
-    presets: ClassVar[Mapping[str, ModelConfig]] = {
-        "qwen3-4b": QWEN3_4B,
-        "qwen3-0.6b": QWEN3_0_6B,
-        "tiny-qwen3": TINY_QWEN3,
-    }
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias")}
+    attention_biases = ("qkv_bias", "out_bias")
     norms_heads = True
 
     def default_head_dim(self, hidden: int, heads: int) -> int | None:

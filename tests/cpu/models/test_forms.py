@@ -39,12 +39,11 @@ from penstock.models.forms import (
 )
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import WeightFile
-from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import SMOLLM2_135M
 from penstock.models.loader import inspect_model, load_model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
-from penstock.models.rotary import RopeScaling
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
 
 INT8 = Forms(torch.bfloat16, 8)
@@ -276,26 +275,6 @@ def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(
                 assert torch.equal((held.packed * held.scale.float().unsqueeze(1)).bfloat16(), held.wide), (
                     name
                 )
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_rotary_tables_follow_the_longest_sequence_in_every_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: WeightsName
-) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    factors = (
-        tuple(1.0 + 0.1 * i for i in range(TINY_LLAMA.head_dim // 2)),
-        (4.0,) * (TINY_LLAMA.head_dim // 2),
-    )
-    rope = RopeScaling("longrope", 1.0, 64, 1.2, short_factors=factors[0], long_factors=factors[1])
-    config = dataclasses.replace(TINY_LLAMA, architecture="phi3", rope_scaling=rope)
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", config, encoding_of=of_4_bits("Q4_0"))
-    for length, chosen in ((64, factors[0]), (65, factors[1]), (None, factors[1])):
-        expected = dataclasses.replace(rope, short_factors=chosen, long_factors=chosen)
-        model = opened(path, weights, length)
-        torch.testing.assert_close(
-            model.rope, rope_table(dataclasses.replace(config, rope_scaling=expected)), rtol=1e-5, atol=1e-5
-        )
 
 
 def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -> Decoder:

@@ -36,13 +36,6 @@ from penstock.testing.tiny_models import (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("PENSTOCK_CACHE", str(path))
-    return path
-
-
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf").read_bytes()

@@ -26,11 +26,6 @@ from penstock.testing.tiny_models import (
 )
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 def load(
     model: str | Path, dummy: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> LoadedModel:

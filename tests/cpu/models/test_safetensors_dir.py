@@ -25,41 +25,27 @@ from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, w
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 def load(
     directory: Path, config: ModelConfig = TINY_LLAMA, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     return load_directory(directory, config, CPU, dtype, silent).tensors
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
-def test_fused_tensors_hold_their_parts_in_order(tmp_path: Path, config: ModelConfig, shards: int) -> None:
-    weights = load(write_tiny_model(tmp_path / "model", config, shards=shards), config)
-    parts = tiny_tensors(config)
-    q, k, v = (parts[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
-    assert torch.equal(weights["layers.1.qkv"], torch.cat((q, k, v)))
-    assert torch.equal(weights["embed"], parts["model.embed_tokens.weight"])
-    assert ("head" in weights) == (not config.tied_embeddings)
-
-
-def test_loading_converts_the_dtype(tmp_path: Path) -> None:
-    tensors = {name: tensor.half() for name, tensor in tiny_tensors(TINY_LLAMA).items()}
-    weights = load(write_tiny_model(tmp_path / "model", tensors=tensors), dtype=torch.bfloat16)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert torch.equal(weights["norm"], tensors["model.norm.weight"].bfloat16())
-
-
-def test_loaded_weights_do_not_depend_on_the_file_any_more(tmp_path: Path) -> None:
-    weights = load(write_tiny_model(tmp_path / "model"))
-    before = weights["layers.0.down"].clone()
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(b"\0" * file.stat().st_size)
-    assert torch.equal(weights["layers.0.down"], before)
+def test_fused_tensors_hold_their_parts_in_order_and_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    for config, shards in ((TINY_LLAMA, 1), (TINY_LLAMA, 3), (TINY_QWEN3, 1), (TINY_QWEN3, 3)):
+        parts = tiny_tensors(config)
+        stored = {name: tensor.half() if shards == 3 else tensor for name, tensor in parts.items()}
+        model = write_tiny_model(
+            tmp_path / f"{config.architecture}{shards}", config, shards=shards, tensors=stored
+        )
+        weights = load(model, config, torch.bfloat16)
+        q, k, v = (stored[f"model.layers.1.self_attn.{name}_proj.weight"].bfloat16() for name in "qkv")
+        assert torch.equal(weights["layers.1.qkv"], torch.cat((q, k, v)))
+        assert torch.equal(weights["embed"], stored["model.embed_tokens.weight"].bfloat16())
+        assert ("head" in weights) == (not config.tied_embeddings)
+        for file in model.glob("*.safetensors"):  # loaded weights do not depend on the file any more
+            file.write_bytes(b"\0" * file.stat().st_size)
+        assert torch.equal(weights["layers.1.qkv"], torch.cat((q, k, v)))
 
 
 def test_progress_ends_at_its_total(tmp_path: Path) -> None:
@@ -126,11 +112,10 @@ def test_a_damaged_file_is_a_model_error_that_names_it(tmp_path: Path) -> None:
         "trailing garbage": good + bytes(64),
         "another format": b"\x80\x04pickle" + bytes(1000),
     }
-    for how, data in damage.items():
+    for data in damage.values():
         path.write_bytes(data)
         with pytest.raises(ModelError, match=r"model\.safetensors is (damaged or )?not a safetensors"):
             load(path.parent)
-            pytest.fail(how)
 
 
 def test_a_flipped_bit_in_a_tensor_name_is_a_missing_and_an_unexpected_tensor(tmp_path: Path) -> None:
@@ -192,15 +177,12 @@ def test_directories_without_one_model_say_what_they_want(tmp_path: Path) -> Non
         load(tmp_path)
 
 
-def test_what_lies_beside_the_file_that_models_have_is_not_read(tmp_path: Path) -> None:
+def test_what_lies_beside_the_weights_is_not_read_and_a_missing_shard_is_named(tmp_path: Path) -> None:
     """People leave adapters, and copies in another precision, where the weights are."""
-    directory = write_tiny_model(tmp_path / "model", TINY_LLAMA)
+    directory = write_tiny_model(tmp_path / "model")
     (directory / "adapter_model.safetensors").write_bytes(b"something else")
     assert weight_files(directory) == (directory / "model.safetensors",)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    directory = write_tiny_model(tmp_path / "model", shards=3)
+    directory = write_tiny_model(tmp_path / "shards", shards=3)
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelError, match="lacks weight files that its index names: model-00002-of-00003"):
         load(directory)
@@ -217,23 +199,14 @@ def saved_over_shards(directory: Path, num_left: int) -> dict[str, torch.Tensor]
     return tensors
 
 
-def test_a_model_that_transformers_saved_as_one_file_over_one_in_shards_is_the_new_one(
-    tmp_path: Path,
-) -> None:
-    """The index stays, the shards do not."""
-    tensors = saved_over_shards(tmp_path / "model", 0)
-    assert torch.equal(load(tmp_path / "model")["norm"], tensors["model.norm.weight"])
-
-
-@pytest.mark.parametrize("num_left", [1, 3])
-def test_of_two_models_in_one_directory_none_is_served(tmp_path: Path, num_left: int) -> None:
-    saved_over_shards(tmp_path / "model", num_left)
-    with pytest.raises(
-        ModelError,
-        match=r"two models: model.safetensors, and those of .*-00001-of-00003.safetensors.*remove one of "
-        r"them",
-    ):
-        load(tmp_path / "model")
+def test_a_file_saved_over_shards_is_the_new_model_unless_some_are_left(tmp_path: Path) -> None:
+    """`transformers` leaves the index and removes the shards."""
+    tensors = saved_over_shards(tmp_path / "new", 0)
+    assert torch.equal(load(tmp_path / "new")["norm"], tensors["model.norm.weight"])
+    for num_left in (1, 3):
+        saved_over_shards(tmp_path / str(num_left), num_left)
+        with pytest.raises(ModelError, match=r"two models: .*-00001-of-00003.*remove one of them"):
+            load(tmp_path / str(num_left))
 
 
 def test_an_index_may_name_the_single_file_beside_others(tmp_path: Path) -> None:
