@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +93,10 @@ class _Module(NamedTuple):
     num_in: int
 
     @property
+    def num_out(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    @property
     def a(self) -> str:
         return f"{PREFIX}{self.name}.lora_A.weight"
 
@@ -153,16 +157,24 @@ def blank_weights(
 ) -> AdapterWeights:
     """An adapter that changes nothing, to try steps with."""
     blank = functools.partial(torch.zeros, dtype=dtype, device=device)
-    layer = {}
-    for weight in (weight for weight in architecture_of(config).layer(config) if len(weight.shape) == 2):
-        modules = list(_modules(weight))
-        ranks = [slice(i * rank, (i + 1) * rank) for i in range(len(modules))]
-        parts = (
-            LoraPart(one.rows, its, blank(one.rows.stop - one.rows.start, rank))
-            for one, its in zip(modules, ranks, strict=True)
-        )
-        layer[weight.name] = LoraWeight(blank(rank * len(modules), modules[0].num_in), tuple(parts))
-    return AdapterWeights((layer,) * config.num_layers)
+    layers: list[dict[str, LoraWeight]] = []
+    for index in range(config.num_layers):
+        layers.append({})
+        for weight in architecture_of(config).layer(config, index):
+            if len(weight.shape) == 2:
+                modules = list(_modules(weight))
+                parts = [(module, blank(module.num_out, rank)) for module in modules]
+                layers[-1][weight.name] = _stacked(blank(rank * len(modules), weight.shape[1]), parts)
+    return AdapterWeights(tuple(layers))
+
+
+def _stacked(a: Tensor, parts: Iterable[tuple[_Module, Tensor]]) -> LoraWeight:
+    """`a`: the A matrices of all modules; `parts`: each module with its B."""
+    made: list[LoraPart] = []
+    for module, b in parts:
+        first = made[-1].ranks.stop if made else 0
+        made.append(LoraPart(module.rows, slice(first, first + b.shape[1]), b))
+    return LoraWeight(a, tuple(made))
 
 
 def _check(
@@ -172,7 +184,7 @@ def _check(
     shapes: dict[str, tuple[int, int]] = {}
     for module in modules:
         rank = config.rank_of(module.name)
-        shapes |= {module.a: (rank, module.num_in), module.b: (module.rows.stop - module.rows.start, rank)}
+        shapes |= {module.a: (rank, module.num_in), module.b: (module.num_out, rank)}
     adapted = [module for module in modules if module.a in tensors or module.b in tensors]
     wanted = [module for module in modules if config.targets(module.name) or module in adapted]
     problems = {
@@ -212,39 +224,24 @@ def _weights(
     stacks: list[tuple[WeightSpec, list[_Module]]],
     model: Decoder,
 ) -> AdapterWeights:
+    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
+    the copy to the device, which is over when it returns: nothing is left for other lanes to wait for."""
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
     order = row_order(model.config)
+
+    def scaled(module: _Module, is_reordered: bool) -> Tensor:
+        b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
+        if order is not None and is_reordered:
+            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
+        return b.to(model.device)
+
     for weight, modules in stacks:
         _, layer, name = weight.name.split(".")
-        adapted = [module for module in modules if module.a in tensors]
-        if adapted:
-            layers[int(layer)][name] = _stacked(
-                tensors, config, adapted, model, order if name == "qkv" else None
-            )
+        if adapted := [module for module in modules if module.a in tensors]:
+            a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
+            parts = ((module, scaled(module, name == "qkv")) for module in adapted)
+            layers[int(layer)][name] = _stacked(_finite(a, adapted).to(model.device), parts)
     return AdapterWeights(tuple(layers))
-
-
-def _stacked(
-    tensors: Mapping[str, Tensor],
-    config: AdapterConfig,
-    adapted: list[_Module],
-    model: Decoder,
-    order: Tensor | None,
-) -> LoraWeight:
-    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
-    the copy to the device, which is over when it returns: nothing is left for other lanes to wait for.
-    `order`: of the stack's rows in the model."""
-    a = _finite(torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype), adapted)
-    parts = []
-    at = 0
-    for module in adapted:
-        b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
-        if order is not None:
-            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
-        ranks = slice(at, at + b.shape[1])
-        parts.append(LoraPart(module.rows, ranks, b.to(model.device)))
-        at = ranks.stop
-    return LoraWeight(a.to(model.device), tuple(parts))
 
 
 def _finite(weight: Tensor, modules: list[_Module]) -> Tensor:

@@ -68,6 +68,7 @@ class Architecture:
     in_gguf = True  # whether GGUF files call it by its name
     fused = False  # whether files have q, k and v in one matrix, and gate and up in another
     norms_heads = False  # whether q and k are normalised per head before they are rotated
+    derives_head_dim = True  # whether config.json may leave out the width of heads
     rotates_partly = False  # whether its heads may turn in part (`partial_rotary_factor`)
     # endings of names: in GGUF files the halves of their heads are interleaved
     interleaved_in_gguf: tuple[str, ...] = ()
@@ -134,7 +135,7 @@ class Architecture:
         _refuse_unsupported(fields)
         heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
         kv_heads = fields.count("num_key_value_heads", heads)
-        head_dim = fields.count("head_dim", self.default_head_dim(hidden, heads))
+        head_dim = fields.count("head_dim", hidden // heads if self.derives_head_dim else None)
         fields.need(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads")
         fields.need(head_dim % 2 == 0, f"head_dim {head_dim} is odd, so its halves cannot be rotated")
         num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
@@ -158,10 +159,6 @@ class Architecture:
             **rope,
             **self.biases(fields),
         )
-
-    def default_head_dim(self, hidden: int, heads: int) -> int | None:
-        """Where config.json does not say it. None: it must."""
-        return hidden // heads
 
     def biases(self, fields: Fields) -> dict[str, Any]:
         """The fields of ModelConfig that say which projections have a bias."""

@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, astuple, dataclass
@@ -209,28 +208,20 @@ def _ones(shape: tuple[int, int], forms: Forms) -> Matrix:
 
 
 def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
-    return (
-        cpu_name(),
-        str(torch.__version__),
-        torch.get_num_threads(),
-        (config.hidden, config.qkv_width, config.ffn),
-    )
+    shape = (config.hidden, config.qkv_width, config.ffn)
+    return cpu_name(), str(torch.__version__), torch.get_num_threads(), shape
 
 
 def _file(config: ModelConfig) -> Path:
-    key = hashlib.blake2b(
-        repr((_place(config), ROWS, tuple(_CANDIDATES))).encode(), digest_size=16
-    ).hexdigest()
-    return cache_dir() / "forms" / f"{key}.json"
+    place = repr((_place(config), ROWS, tuple(_CANDIDATES))).encode()
+    return cache_dir() / "forms" / f"{hashlib.blake2b(place, digest_size=16).hexdigest()}.json"
 
 
 def _keep(found: Measurement, file: Path) -> None:
     """A folder that cannot be written costs a measurement at every start, and nothing else."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix="tmp-", delete=False) as temporary:
-            json.dump(asdict(found), temporary, indent=1)
-        os.replace(temporary.name, file)
+        file.write_text(json.dumps(asdict(found), indent=1))  # half a file cannot be read, and is none
     except OSError as error:
         log.warning(
             "what was measured of this CPU cannot be kept in %s, and is measured again at the next start: %s",

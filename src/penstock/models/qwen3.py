@@ -4,6 +4,7 @@ names, its tensors and its built-in dimensions."""
 from __future__ import annotations
 
 import dataclasses
+
 from penstock.models.architecture import Architecture, switched_windows
 from penstock.models.fields import Fields
 from penstock.models.model import ModelConfig
@@ -41,9 +42,7 @@ class Qwen3(Architecture):
     config_name = "Qwen3ForCausalLM"
     attention_biases = ("qkv_bias", "out_bias")
     norms_heads = True
-
-    def default_head_dim(self, hidden: int, heads: int) -> int | None:
-        return None
+    derives_head_dim = False
 
     def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
         return switched_windows(fields, num_layers)
