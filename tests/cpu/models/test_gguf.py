@@ -85,35 +85,23 @@ def test_pieces_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(pieced[name], whole[name]) for name in whole)
 
 
-def test_conversion_happens_once_and_says_so(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    first: list[tuple[str, int, int]] = []
-    second: list[tuple[str, int, int]] = []
-    weights = converted(path, lambda *call: first.append(call))
-    conversion = [call for call in first if "converting" in call[0]]
-    assert conversion[-1][1] == conversion[-1][2] > 0
-    again = converted(path, lambda *call: second.append(call))
-    assert not any("converting" in stage for stage, _, _ in second)
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-
-
-def test_the_copy_is_found_by_content_and_not_by_path(tmp_path: Path) -> None:
-    stages: list[str] = []
-    converted(write_tiny_gguf(tmp_path / "a.gguf"))
-    converted(write_tiny_gguf(tmp_path / "b.gguf"), lambda stage, done, total: stages.append(stage))
-    assert not any("converting" in stage for stage in stages)
-    converted(write_tiny_gguf(tmp_path / "c.gguf", seed=1), lambda stage, done, total: stages.append(stage))
-    assert any("converting" in stage for stage in stages)
-
-
-def test_another_converter_version_makes_another_copy(
+def test_a_file_is_converted_once_and_its_copy_is_found_by_content_and_converter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    converted(path)
+    calls: list[tuple[str, int, int]] = []
+
+    def conversions(path: Path) -> list[tuple[str, int, int]]:
+        calls.clear()
+        converted(path, lambda *call: calls.append(call))
+        return [call for call in calls if "converting" in call[0]]
+
+    path = write_tiny_gguf(tmp_path / "a.gguf")
+    first = conversions(path)
+    assert first[-1][1] == first[-1][2] > 0
+    assert not conversions(path) and not conversions(write_tiny_gguf(tmp_path / "b.gguf"))
+    assert conversions(write_tiny_gguf(tmp_path / "c.gguf", seed=1))
     monkeypatch.setattr(gguf_convert, "CONVERTER_VERSION", CONVERTER_VERSION + 1)
-    converted(path)
-    assert len(list(copy_of(path).parent.iterdir())) == 2
+    assert conversions(path) and len(list(copy_of(path).parent.iterdir())) == 3
 
 
 def flipped(path: Path) -> None:
@@ -231,32 +219,6 @@ def test_a_file_that_is_written_over_while_it_is_converted_is_a_model_error(
     assert not list(own_cache.glob("gguf/*"))
 
 
-def test_a_file_that_is_cut_short_while_it_is_converted_is_a_model_error(tmp_path: Path) -> None:
-    """Under a mapping this would end the process with a bus error."""
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-
-    def cut(stage: str, done: int, total: int) -> None:
-        if "hashing" in stage and done == total:
-            os.truncate(path, 100_000)
-
-    with pytest.raises(ModelError, match=r"tiny\.gguf ends at byte 100000: it was cut short"):
-        converted(path, cut)
-
-
-def test_a_file_that_is_renamed_over_while_it_is_converted_is_the_old_one_to_the_end(tmp_path: Path) -> None:
-    path, other = write_tiny_gguf(tmp_path / "tiny.gguf"), write_tiny_gguf(tmp_path / "other.gguf", seed=1)
-    expected = load_directory(
-        write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, silent
-    ).tensors
-
-    def replace(stage: str, done: int, total: int) -> None:
-        if "hashing" in stage and done == total:
-            other.replace(path)
-
-    assert torch.equal(converted(path, replace)["layers.0.down"], expected["layers.0.down"])
-    assert not torch.equal(converted(path)["layers.0.down"], expected["layers.0.down"])
-
-
 def test_a_conversion_that_fails_leaves_nothing_behind(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,10 +251,12 @@ def test_a_truncated_file_and_a_damaged_header_are_model_errors(tmp_path: Path, 
     damage[24] = struct.pack("<Q", 2**50)  # the first key's length
     damaged = [pristine[:at] + data + pristine[at + len(data) :] for at, data in damage.items()]
     cut = [pristine[:keep] for keep in (0, 3, 10, 23, 24, 60, 500, 5000, -1, -100_000)]
+    stages: list[str] = []
     for data in (*damaged, *cut, pristine[:4] + struct.pack("<I", 99) + pristine[8:]):
         path.write_bytes(data)
         with pytest.raises(ModelError, match=r"tiny\.gguf"):
-            converted(path)
+            converted(path, lambda stage, done, total: stages.append(stage))
+    assert not any("converting" in stage for stage in stages), "all is checked before anything is written"
 
 
 def string(text: str) -> bytes:
@@ -442,15 +406,6 @@ def test_metadata_mean_what_they_mean_to_llama_cpp() -> None:
     for given, expected in STATED:
         config = parse_config(config_of_gguf({**METADATA, **given}, {"output.weight"}, {}, "x"), "x")
         assert {name: getattr(config, name) for name in expected} == expected
-
-
-def test_the_data_is_checked_to_be_there_before_anything_is_written(tmp_path: Path, pristine: bytes) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(pristine[:-4])
-    calls: list[str] = []
-    with pytest.raises(ModelError, match="is truncated: tensor"):
-        converted(path, lambda stage, done, total: calls.append(stage))
-    assert not any("converting" in stage for stage in calls)
 
 
 # ---------------------------------------------------------------------------------------------------- foreign

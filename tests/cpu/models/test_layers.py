@@ -20,14 +20,6 @@ def reference_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_rms_norm_agrees_with_its_formula(dtype: torch.dtype, tolerance: float) -> None:
-    x, weight = torch.randn(7, 96).to(dtype) * 3, torch.rand(96).to(dtype)
-    out = OPS.rms_norm(x, weight, 1e-5)
-    assert out.dtype == dtype
-    assert torch.allclose(out.double(), reference_norm(x, weight, 1e-5), atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("width", [32, 576, 8192])
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
 def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float) -> None:
@@ -43,21 +35,9 @@ def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float
     )
 
 
-def test_the_norm_of_one_row_of_zeros_is_zeros() -> None:
-    assert OPS.rms_norm(torch.zeros(1, 32), torch.ones(32), 1e-5).eq(0).all()
-
-
 def test_the_heads_of_one_token_are_normalised_one_by_one() -> None:
     x, weight = torch.randn(1, 5, 32) * torch.arange(1.0, 6.0)[:, None], torch.rand(32)
     assert torch.allclose(OPS.rms_norm(x, weight, 1e-5).double(), reference_norm(x, weight, 1e-5), atol=1e-6)
-
-
-def test_bf16_norm_is_rounded_only_after_the_float32_division() -> None:
-    """Squares summed in bf16 would lose a row of many small values beside a large one."""
-    x = torch.full((1, 4096), 0.01).bfloat16()
-    x[0, 0] = 1.0
-    expected = reference_norm(x, torch.ones(4096), 1e-6)
-    assert torch.allclose(OPS.rms_norm(x, torch.ones(4096).bfloat16(), 1e-6).double(), expected, rtol=5e-3)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -129,14 +109,6 @@ def test_one_norm_may_be_given_without_the_other() -> None:
     neither = split_norm_rotate(qkv, None, None, positions, table, config)
     q, k, _ = split_norm_rotate(qkv, weight, None, positions, table, config)
     assert torch.equal(q, both[0]) and torch.equal(k, neither[1])
-
-
-def test_bf16_heads_are_rotated_in_float32() -> None:
-    config = dataclasses.replace(TINY_QWEN3, head_dim=128)
-    table = rope_table(config)
-    x = torch.randn(4, 2, 128).bfloat16()
-    exact = rotate(x.float(), table[1000:1004])
-    assert torch.equal(rotate(x, table[1000:1004]), exact.bfloat16())
 
 
 # ------------------------------------------- where arithmetic is rounded: to the bit as in training

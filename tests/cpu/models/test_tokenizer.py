@@ -63,23 +63,6 @@ def test_decoding_any_ids_equals_the_library(ids: list[int], skip_special: bool)
     assert REAL.decode(ids, skip_special) == REAL._backend.decode(ids, skip_special_tokens=skip_special)
 
 
-@given(st.lists(st.integers(0, 255), max_size=30))
-def test_any_bytes_decode_as_the_library_decodes_them_also_where_they_are_no_utf8(data: list[int]) -> None:
-    character = {byte: text for text, byte in BYTE_OF.items()}
-    ids = [
-        REAL._backend.token_to_id(character[byte])
-        for byte in data
-        if REAL._backend.token_to_id(character[byte]) is not None
-    ]
-    assert REAL.decode(ids) == REAL._backend.decode(ids)
-
-
-def test_token_bytes_are_exact_also_for_a_part_of_a_character() -> None:
-    ids = REAL.encode("é日🙂")
-    assert b"".join(map(REAL.token_bytes, ids)) == "é日🙂".encode()
-    assert any("\ufffd" in REAL.token_bytes(id).decode(errors="replace") for id in ids)
-
-
 def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
     ids = REAL.encode("<|im_start|>user\nhi<|im_end|>")
     assert ids[0] == 1 and ids[-1] == 2
@@ -87,14 +70,6 @@ def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
     assert REAL.decode(ids) == "user\nhi"
     assert REAL.decode(ids, skip_special=False) == "<|im_start|>user\nhi<|im_end|>"
     assert REAL.token_bytes(2) == b"<|im_end|>"
-
-
-def test_ids_without_a_text_decode_to_nothing() -> None:
-    assert REAL.decode([VOCABULARY, 10**6, -1]) == "" and REAL.token_bytes(-1) == b""
-
-
-def test_the_embedded_model_ends_at_its_own_end_token() -> None:
-    assert REAL.eos_ids == {2} and REAL.vocab_size == 49152 and REAL.has_chat_template
 
 
 def test_digits_stand_alone_and_blanks_before_them_stay_together() -> None:
@@ -121,15 +96,6 @@ ADVERSARIAL = st.lists(st.tuples(st.sampled_from(RUNS), st.integers(1, 120)), ma
 @settings(deadline=None)
 def test_encoding_beside_others_gives_the_ids_of_the_library(text: str, add_special: bool) -> None:
     assert REAL.encode(text, add_special) == REAL._backend.encode(text, add_special_tokens=add_special).ids
-
-
-@given(ADVERSARIAL | st.text(max_size=80))
-@settings(deadline=None)
-def test_no_text_has_fewer_tokens_than_its_bytes_say(text: str) -> None:
-    ids = REAL._backend.encode(text).ids
-    assert REAL._bound is not None
-    assert REAL._bound.num_tokens(text.encode()) <= len(ids)
-    assert REAL.encode(text, most=len(ids)) == ids, "a prompt that fits is never refused"
 
 
 def test_the_bound_is_met_by_the_longest_token_and_bytes_that_are_lost_do_not_count() -> None:
@@ -189,33 +155,11 @@ def test_too_many_bytes_are_refused_without_encoding_and_too_many_tokens_before_
         REAL.encode("7" * 811, most=10)
 
 
-def test_a_text_of_bytes_may_have_just_as_many_as_are_allowed() -> None:
-    assert ByteTokenizer(256).encode("sieben7", most=7) == list(b"sieben7")
-    with pytest.raises(InvalidRequest, match="the prompt has 8 tokens; 7 is the most"):
-        ByteTokenizer(256).encode("sieben 7", most=7)
-
-
 def changed(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(tiny_tokenizer().to_str())
     for name, part in parts.items():
         setattr(backend, name, part)
     return backend
-
-
-def test_where_a_token_can_stand_for_any_number_of_bytes_none_are_refused() -> None:
-    swallowing = changed()
-    swallowing.add_special_tokens([tokenizers.AddedToken("<E>", rstrip=True)])
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    removing = changed(
-        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), byte_level])
-    )
-    replacing = changed(normalizer=normalizers.Replace(tokenizers.Regex(" +"), ""))
-    unknown = changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), byte_level]))
-    for backend in (swallowing, removing, replacing, unknown):
-        tokenizer = Tokenizer(backend)
-        text = "<E>" + " " * 5000 + "a"
-        assert tokenizer._bound is None
-        assert tokenizer.encode(text, most=len(tokenizer.encode(text))) == tokenizer.encode(text)
 
 
 def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -> None:
@@ -239,23 +183,22 @@ def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -
 
 
 @given(st.text(max_size=50))
-@example("")
 @example("\x00\x7f\u0080\u07ff\u0800\uffff\U00010000\U0010ffff")
-def test_the_byte_tokenizer_is_utf8(text: str) -> None:
-    tokenizer = ByteTokenizer(256)
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_the_byte_tokenizer_is_utf8_of_no_more_bytes_than_are_allowed(text: str) -> None:
+    tokenizer, data = ByteTokenizer(256), list(text.encode())
+    assert tokenizer.encode(text, most=len(data)) == data and tokenizer.decode(data) == text
+    with pytest.raises(
+        InvalidRequest, match=f"the prompt has {len(data) + 1} tokens; {len(data)} is the most"
+    ):
+        tokenizer.encode(text + "7", most=len(data))
+    with pytest.raises(ModelError, match="at least 256"):
+        ByteTokenizer(255)
 
 
 def test_ids_behind_the_bytes_are_visible_and_those_behind_the_vocabulary_are_nothing() -> None:
     tokenizer = ByteTokenizer(512)
     assert tokenizer.decode([104, 105, 300, 511, 512]) == "hi<300><511>"
     assert not tokenizer.is_special(300) and tokenizer.eos_ids == frozenset()
-
-
-def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
-    with pytest.raises(ModelError, match="at least 256"):
-        ByteTokenizer(255)
 
 
 # ------------------------------------------------------------------------------------------------------- chat
@@ -289,20 +232,19 @@ def test_messages_that_the_template_cannot_take_are_the_clients_fault() -> None:
         assert caught.value.param == "messages"
 
 
-def test_a_templates_own_refusal_reaches_the_client(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        rendered(tokenizer, MESSAGES)
-
-
-def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
-    for escape in (
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
+def test_what_a_template_may_not_do_is_the_clients_fault_or_the_models(tmp_path: Path) -> None:
+    for source, said in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", ""),
+        ("{{ messages.append(1) }}", ""),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", ""),
     ):
-        with pytest.raises(InvalidRequest):
-            rendered(with_template(tmp_path, escape), MESSAGES)
+        with pytest.raises(InvalidRequest, match=said):
+            rendered(with_template(tmp_path, source), MESSAGES)
+    with pytest.raises(ModelError, match="chat template cannot be parsed"):
+        with_template(tmp_path, "{% for %}")
+    with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
+        with_template(tmp_path, None).encode_chat(MESSAGES)
 
 
 def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path: Path) -> None:
@@ -312,16 +254,6 @@ def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path:
     source = template.replace("{% break %}", "{% for m in messages %}{% break %}{% endfor %}")
     text = rendered(with_template(tmp_path, source), [{"role": "user", "content": "<é>"}])
     assert text == '<|endoftext|><|im_end|>{"role": "user", "content": "<é>"}'
-
-
-def test_a_template_that_does_not_parse_is_the_models_fault(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="chat template cannot be parsed"):
-        with_template(tmp_path, "{% for %}")
-
-
-def test_without_a_template_chat_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
-        with_template(tmp_path, None).encode_chat(MESSAGES)
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -361,9 +293,6 @@ def test_tokenizer_files_that_cannot_be_used_are_model_errors(tmp_path: Path) ->
             (directory / name).write_text(text)
         with pytest.raises(ModelError, match=message):
             load_tokenizer(directory, TINY_LLAMA)
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="ids up to 511, but the model's vocabulary ends at 299"):
         load_tokenizer(write_tiny_model(tmp_path / "model"), dataclasses.replace(TINY_LLAMA, vocab=300))
 
