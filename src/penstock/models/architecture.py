@@ -162,7 +162,7 @@ class Architecture:
 
     def biases(self, fields: Fields) -> dict[str, Any]:
         """The fields of ModelConfig that say which projections have a bias."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, biases in (("attention_bias", self.attention_biases), ("mlp_bias", self.mlp_biases)):
             is_on = fields.flag(name, False)
             refused = f"{name} is true, but {self.config_name} with such a bias is not supported"

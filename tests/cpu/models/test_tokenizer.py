@@ -187,9 +187,7 @@ def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -
 def test_the_byte_tokenizer_is_utf8_of_no_more_bytes_than_are_allowed(text: str) -> None:
     tokenizer, data = ByteTokenizer(256), list(text.encode())
     assert tokenizer.encode(text, most=len(data)) == data and tokenizer.decode(data) == text
-    with pytest.raises(
-        InvalidRequest, match=f"the prompt has {len(data) + 1} tokens; {len(data)} is the most"
-    ):
+    with pytest.raises(InvalidRequest, match=f"has {len(data) + 1} tokens; {len(data)} is the most"):
         tokenizer.encode(text + "7", most=len(data))
     with pytest.raises(ModelError, match="at least 256"):
         ByteTokenizer(255)
@@ -235,9 +233,9 @@ def test_messages_that_the_template_cannot_take_are_the_clients_fault() -> None:
 def test_what_a_template_may_not_do_is_the_clients_fault_or_the_models(tmp_path: Path) -> None:
     for source, said in (
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.__class__.__mro__ }}", ""),
-        ("{{ messages.append(1) }}", ""),
-        ("{{ ''.__class__.__base__.__subclasses__() }}", ""),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
     ):
         with pytest.raises(InvalidRequest, match=said):
             rendered(with_template(tmp_path, source), MESSAGES)
