@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder, DecoderLayer
-from penstock.models.fields import Fields, Json, is_number
+from penstock.models.fields import Fields, Json, Shape, is_number
 from penstock.models.model import LayerOps, ModelConfig, Weight
 from penstock.models.rotary import RopeFactors, parse_rope, rope_scaling_of_gguf
 
@@ -25,7 +25,7 @@ class TensorSpec(NamedTuple):
     """One tensor as safetensors files of an architecture have it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class WeightSpec(NamedTuple):
@@ -35,7 +35,7 @@ class WeightSpec(NamedTuple):
     parts: tuple[TensorSpec, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
@@ -43,7 +43,7 @@ class WeightSpec(NamedTuple):
         return math.prod(self.shape)
 
 
-def stack(name: str, *parts: tuple[str, *tuple[int, ...]]) -> WeightSpec:
+def stack(name: str, *parts: tuple[str, *Shape]) -> WeightSpec:
     """The model's `name`, and of each part its name in safetensors files and its shape."""
     return WeightSpec(name, tuple(TensorSpec(part[0], part[1:]) for part in parts))
 
@@ -65,6 +65,10 @@ class Architecture:
     # the biases of ModelConfig that `attention_bias` and `mlp_bias` of config.json turn on
     attention_biases: tuple[str, ...] = ()
     mlp_biases: tuple[str, ...] = ()
+    fixed_biases: tuple[str, ...] = ()  # that every model has
+    # How configs state windows. none: they are refused; stated: by `sliding_window`; usual: the same, 4096
+    # where a config does not say it; switched: if `use_sliding_window`, from layer `max_window_layers` on.
+    window_rule = "none"
     in_gguf = True  # whether GGUF files call it by its name
     fused = False  # whether files have q, k and v in one matrix, and gate and up in another
     norms_heads = False  # whether q and k are normalised per head before they are rotated
@@ -160,9 +164,9 @@ class Architecture:
             **self.biases(fields),
         )
 
-    def biases(self, fields: Fields) -> dict[str, Any]:
+    def biases(self, fields: Fields) -> Json:
         """The fields of ModelConfig that say which projections have a bias."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = dict.fromkeys(self.fixed_biases, True)
         for name, biases in (("attention_bias", self.attention_biases), ("mlp_bias", self.mlp_biases)):
             is_on = fields.flag(name, False)
             refused = f"{name} is true, but {self.config_name} with such a bias is not supported"
@@ -170,20 +174,36 @@ class Architecture:
             found |= dict.fromkeys(biases, is_on)
         return found
 
-    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        """`ModelConfig.windows`. Here a window is refused; an architecture with windows says how its config
-        states them."""
-        refused = f"is not supported in {self.config_name}"
-        kinds = fields.raw.get("layer_types") or []
-        whole = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-        fields.need(whole, f"sliding-window attention (layer_types) {refused}")
-        stated = fields.raw.get("use_sliding_window", fields.raw.get("sliding_window") is not None)
-        fields.need(not stated, f"sliding-window attention (sliding_window) {refused}")
-        return ()
+    def windows(self, fields: Fields, num_layers: int) -> Shape:
+        """`ModelConfig.windows`, by `window_rule`."""
+        raw, rule = fields.raw, self.window_rule
+        known, kinds = ("full_attention", "sliding_attention"), raw.get("layer_types")
+        if rule == "none":
+            stated = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
+            whole = not kinds or (isinstance(kinds, list) and all(kind == known[0] for kind in kinds))
+            for name, is_stated in (("layer_types", not whole), ("sliding_window", stated)):
+                refused = f"sliding-window attention ({name}) is not supported in {self.config_name}"
+                fields.need(not is_stated, refused)
+            return ()
+        if rule == "switched" and not fields.flag("use_sliding_window", False):
+            return ()
+        first = raw.get("max_window_layers", 28) if rule == "switched" else 0
+        good = isinstance(first, int) and first >= 0
+        fields.need(good, f"max_window_layers must be a number of layers, got {first!r}")
+        if kinds is None:
+            kinds = [known[layer >= first] for layer in range(num_layers)]
+        good = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in known for kind in kinds)
+        must = f"layer_types must be {' or '.join(known)} for each of {num_layers} layers"
+        fields.need(good, f"{must}, got {kinds!r}")
+        window = raw.get("sliding_window", None if rule == "stated" else 4096)
+        if known[1] not in kinds or window is None:
+            return ()
+        window = fields.count("sliding_window", window)
+        return tuple(window if kind == known[1] else 0 for kind in kinds)
 
     def config_of_gguf(
         self, metadata: Json, tensors: Container[str], factors: RopeFactors, where: str
-    ) -> dict[str, Any]:
+    ) -> Json:
         """The config.json that the metadata and the names of `tensors` of a GGUF file amount to; `factors`
         are its tensors of rotary factors."""
 
@@ -224,7 +244,7 @@ class Architecture:
         }
 
 
-def token_ids(value: Any, what: str) -> tuple[int, ...]:
+def token_ids(value: Any, what: str) -> Shape:
     """One id, a list of ids or nothing, as config files spell it."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_number(id, int) and id >= 0 for id in ids):
@@ -257,31 +277,3 @@ def _refuse_unsupported(fields: Fields) -> None:
     for name, neutral in _NEUTRAL.items():
         known = raw.get(name) is None or raw[name] in neutral
         fields.need(known, f"{name} is {raw.get(name)!r}, which is not supported")
-
-
-def stated_windows(fields: Fields, num_layers: int, first: int = 0) -> tuple[int, ...]:
-    """`ModelConfig.windows` where `sliding_window` alone says that there are some: in the layers that
-    `layer_types` names, or from `first` on."""
-    known = ("full_attention", "sliding_attention")
-    kinds = fields.raw.get("layer_types")
-    if kinds is None:
-        kinds = [known[layer >= first] for layer in range(num_layers)]
-    good = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in known for kind in kinds)
-    fields.need(
-        good, f"layer_types must be {' or '.join(known)} for each of {num_layers} layers, got {kinds!r}"
-    )
-    if known[1] not in kinds or fields.raw.get("sliding_window") is None:
-        return ()
-    window = fields.count("sliding_window")
-    return tuple(window if kind == known[1] else 0 for kind in kinds)
-
-
-def switched_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The same where `use_sliding_window` turns windows on, from layer `max_window_layers` on."""
-    if not fields.flag("use_sliding_window", False):
-        return ()
-    fields = Fields({"sliding_window": 4096, "max_window_layers": 28, **fields.raw}, fields.where)
-    first = fields.raw["max_window_layers"]
-    good = isinstance(first, int) and first >= 0
-    fields.need(good, f"max_window_layers must be a number of layers, got {first!r}")
-    return stated_windows(fields, num_layers, first)

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.errors import ModelError
 
 Json = Mapping[str, Any]  # a parsed object
+Shape = tuple[int, ...]
 
 
 def is_number(value: Any, kind: Any = int | float) -> bool:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.models.fields import Shape
+
 _LARGEST = 127.0  # of 8 bits with a sign: symmetric, so that a scale is all that a row needs
 _LEAST_STEP = 1e-30  # bfloat16 has it
 GROUP = 32  # values of a row that share a scale and a zero in 4 bits, as files have them
@@ -75,7 +77,7 @@ class Forms:
         return self if in_4_bits else replace(self, few_rows_of_4=0)
 
     def num_bytes(
-        self, shapes: Iterable[tuple[str, tuple[int, ...]]], tied: bool, in_4_bits: Collection[str] = ()
+        self, shapes: Iterable[tuple[str, Shape]], tied: bool, in_4_bits: Collection[str] = ()
     ) -> int:
         """Of a model's weights in memory, by their names and shapes."""
         total, width = 0, self.wide.itemsize
@@ -112,7 +114,7 @@ class Quants(NamedTuple):
     zero: Tensor  # the same
 
 
-def takes_4_bits(shape: tuple[int, ...]) -> bool:
+def takes_4_bits(shape: Shape) -> bool:
     """Whether the product of 4 bits takes a matrix of this shape."""
     return len(shape) == 2 and shape[0] % _ALIGNED_ROWS == 0 and shape[1] % GROUP == 0
 
@@ -217,7 +219,7 @@ class Matrix:
         return numbers.float().mul_(scale.unsqueeze(1))
 
 
-def empty_matrix(name: str, shape: tuple[int, ...], tied: bool, forms: Forms) -> Matrix:
+def empty_matrix(name: str, shape: Shape, tied: bool, forms: Forms) -> Matrix:
     """Room for one matrix of a model, whose embeddings are perhaps `tied` to its head."""
     is_narrow, is_wide = forms.held(name, shape[1], tied)
     wide = torch.empty(shape, dtype=forms.wide) if is_wide else None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from penstock.errors import ModelError
+from penstock.models.fields import Shape
 from penstock.models.forms import Quants
 from penstock.models.hashed_file import WeightFile, piece_rows
 
@@ -38,7 +39,7 @@ class GgufTensor(NamedTuple):
     """One tensor's place in the file, and how its rows lie there; `shape` has rows first."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     kind: gguf.GGMLQuantizationType
     offset: int  # bytes from the start of the tensor data
     row_bytes: int

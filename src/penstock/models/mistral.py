@@ -4,16 +4,11 @@ llama, and state no window."""
 
 from __future__ import annotations
 
-from penstock.models.architecture import Architecture, stated_windows
-from penstock.models.fields import Fields
-
-_WINDOW = 4096  # where a config does not say; null in it means none
+from penstock.models.architecture import Architecture
 
 
 class Mistral(Architecture):
     name = "mistral"
     config_name = "MistralForCausalLM"
     in_gguf = False
-
-    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        return stated_windows(Fields({"sliding_window": _WINDOW, **fields.raw}, fields.where), num_layers)
+    window_rule = "usual"

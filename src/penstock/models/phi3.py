@@ -5,10 +5,9 @@ windows."""
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
-from penstock.models.architecture import Architecture, stated_windows
-from penstock.models.fields import Fields, Json
+from penstock.models.architecture import Architecture
+from penstock.models.fields import Json
 from penstock.models.model import ModelConfig
 from penstock.models.rotary import RopeFactors
 
@@ -19,17 +18,15 @@ class Phi3(Architecture):
     name = "phi3"
     config_name = "Phi3ForCausalLM"
     fused = rotates_partly = True
+    window_rule = "stated"
 
     def parse_config(self, raw: Json, where: str) -> ModelConfig:
         trained = raw.get("original_max_position_embeddings") or _TRAINED
         return super().parse_config({**raw, "original_max_position_embeddings": trained}, where)
 
-    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        return stated_windows(fields, num_layers)
-
     def config_of_gguf(
         self, metadata: Json, tensors: Container[str], factors: RopeFactors, where: str
-    ) -> dict[str, Any]:
+    ) -> Json:
         trained = metadata.get(f"{self.name}.rope.scaling.original_context_length")
         config = super().config_of_gguf(metadata, tensors, factors, where)
         return {**config, "original_max_position_embeddings": trained}

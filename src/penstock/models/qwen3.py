@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.models.architecture import Architecture, switched_windows
-from penstock.models.fields import Fields
+from penstock.models.architecture import Architecture
 from penstock.models.model import ModelConfig
 
 QWEN3_4B = ModelConfig(
@@ -43,6 +42,4 @@ class Qwen3(Architecture):
     attention_biases = ("qkv_bias", "out_bias")
     norms_heads = True
     derives_head_dim = False
-
-    def windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        return switched_windows(fields, num_layers)
+    window_rule = "switched"

@@ -4,7 +4,6 @@ means. Owns nothing else: CONTRIBUTING.md says how one is added."""
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
 
 from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
@@ -54,9 +53,7 @@ def parse_config(raw: Json, where: str) -> ModelConfig:
     )
 
 
-def config_of_gguf(
-    metadata: Json, tensors: Container[str], factors: RopeFactors, where: str
-) -> dict[str, Any]:
+def config_of_gguf(metadata: Json, tensors: Container[str], factors: RopeFactors, where: str) -> Json:
     """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount
     to."""
     known = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.in_gguf}

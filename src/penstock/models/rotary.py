@@ -23,7 +23,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------ config.json
 
 
-def parse_rope(outer: Fields, head_dim: int, most: int) -> dict[str, Any]:
+def parse_rope(outer: Fields, head_dim: int, most: int) -> Json:
     """A config.json's fields about positions, as fields of ModelConfig. `most`: the largest plausible number
     of positions. `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
     fields = _merged(outer)
@@ -217,9 +216,7 @@ FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors
 _YARN_EXTRAS = ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor", "alpha")
 
 
-def rope_scaling_of_gguf(
-    metadata: Json, name: str, factors: RopeFactors, where: str
-) -> dict[str, Any] | None:
+def rope_scaling_of_gguf(metadata: Json, name: str, factors: RopeFactors, where: str) -> Json | None:
     """The `rope_scaling` of a config.json that the metadata of architecture `name` and the factors amount to.
     A factor per pair is how llama.cpp stores both llama3 and longrope; with one list for all lengths it is
     the former."""

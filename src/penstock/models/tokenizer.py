@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import tokenizers
+from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from penstock.errors import InvalidRequest, ModelError, PromptTooLong
@@ -108,11 +108,11 @@ class TokenSpelling:
         return text
 
 
-def flat_parts(part: Any, inside: str) -> list[dict[str, Any]]:
+def flat_parts(part: Any, inside: str) -> list[Json]:
     """The parts of a decoder, normalizer or pre-tokenizer of the library, in order. `inside` names the parts
     of a Sequence."""
 
-    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+    def flat(state: Json) -> list[Json]:
         items = state.get(inside) if state["type"] == "Sequence" else None
         return [state] if items is None else [found for item in items for found in flat(item)]
 
@@ -184,7 +184,7 @@ class Tokenizer(TextCodec):
     """A vocabulary: every token is a run of bytes, and the text of many is their bytes in a row."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None
+        self, backend: Backend, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None
     ) -> None:
         self._spelling = TokenSpelling(backend.decoder)
         backend.no_truncation()
@@ -220,9 +220,7 @@ class Tokenizer(TextCodec):
         if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
-    def _ids(
-        self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None
-    ) -> list[int]:
+    def _ids(self, backend: Backend, text: str, add_special: bool, most: int | None) -> list[int]:
         """`encode` of the library keeps the interpreter for itself while it works; of its calls only those
         for batches do not."""
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
@@ -251,7 +249,7 @@ class _TokenBound(NamedTuple):
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all
 
     @staticmethod
-    def of(backend: tokenizers.Tokenizer, byte_level: bool) -> _TokenBound | None:
+    def of(backend: Backend, byte_level: bool) -> _TokenBound | None:
         """None where a token has no longest text: blanks around some are swallowed, or text is removed,
         replaced or unknown on the way."""
         vocabulary, added = backend.get_vocab(), backend.get_added_tokens_decoder().values()
@@ -280,7 +278,7 @@ class _TokenBound(NamedTuple):
         return -(-len(data.translate(None, self.lost)) // self.longest)
 
 
-def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
+def _spells_bytes(backend: Backend, vocabulary: Mapping[str, int]) -> bool:
     """Whether characters that it lacks become their bytes. Elsewhere any number of them may become one
     unknown token, or none."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -292,7 +290,7 @@ class _SecretNames:
     """The same vocabulary with secret names for special tokens: no text spells them, with any normalizer. A
     text is tokenized in one call, so that text beside a special token is split as always."""
 
-    def __init__(self, of: tokenizers.Tokenizer) -> None:
+    def __init__(self, of: Backend) -> None:
         self._secret = "".join(chr(secrets.choice(PRIVATE)) for _ in range(4))
         added = dict(sorted(of.get_added_tokens_decoder().items()))
         self._names = {
@@ -300,7 +298,7 @@ class _SecretNames:
         }
         self.backend = _renamed(of, self._names)
         # takes the text between added tokens as one word
-        self._finder = tokenizers.Tokenizer(models.WordLevel({"\0": 0}, unk_token="\0"))
+        self._finder = Backend(models.WordLevel({"\0": 0}, unk_token="\0"))
         if of.normalizer is not None and any(token.special and token.normalized for token in added.values()):
             self._finder.normalizer = of.normalizer
         for special, run in itertools.groupby(added.values(), key=lambda token: token.special):
@@ -323,7 +321,7 @@ class _SecretNames:
         return "".join([*pieces, rendered.plain(text[start:])])
 
 
-def _renamed(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.Tokenizer:
+def _renamed(of: Backend, names: Mapping[str, str]) -> Backend:
     """A copy of a vocabulary, in which some words have other names, no text is merged to them, and no text
     begins or ends with them."""
     state = json.loads(of.to_str())
@@ -341,7 +339,7 @@ def _renamed(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.T
             # some normalizers remove private characters and leave the rest as text
             lasts = of.normalizer is None or name in of.normalizer.normalize_str(name)
             token |= {"content": name, "normalized": token["normalized"] and lasts}
-    return tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
+    return Backend.from_str(json.dumps({**state, "post_processor": None}))
 
 
 class ByteTokenizer(TextCodec):
@@ -400,7 +398,7 @@ def tokenizer_of(spec: TokenizerSpec) -> TextCodec:
         return ByteTokenizer(spec.vocab_size)
     template = spec.template
     chat = None if template is None else ChatTemplate(template, spec.special_tokens, spec.tool_template)
-    return Tokenizer(tokenizers.Tokenizer.from_str(spec.vocabulary), spec.eos_ids, chat)
+    return Tokenizer(Backend.from_str(spec.vocabulary), spec.eos_ids, chat)
 
 
 def utf8(text: str) -> bytes:

@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from penstock.errors import ModelError
 from penstock.models.architecture import token_ids
@@ -58,7 +58,7 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
+def _open_vocabulary(directory: Path) -> Backend:
     path = directory / "tokenizer.json"
     other = next((name for name in _OTHER_VOCABULARIES if (directory / name).is_file()), None)
     if other is not None and not path.is_file():
@@ -71,12 +71,12 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
             f'pip install transformers{_OTHER_VOCABULARIES[other]}, then python -c "{convert}"'
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for unreadable and for malformed files
         raise ModelError(f"{path} is missing or not a tokenizer: {error}") from error
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
+def _optional_json(path: Path) -> Json:
     return read_json(path) if path.is_file() else {}
 
 
@@ -86,7 +86,7 @@ def _content(token: object) -> str | None:
 
 
 def _add_declared(
-    backend: tokenizers.Tokenizer, settings: Json, special: Mapping[str, str], vocab: int, where: Path
+    backend: Backend, settings: Json, special: Mapping[str, str], vocab: int, where: Path
 ) -> None:
     """Added tokens that are declared beside the vocabulary, except those without a row in the model. Tokens
     that begin or end a text are special even if no flag says so. Padding is not: it may be any word, and no
@@ -118,9 +118,7 @@ def _add_declared(
     backend.add_special_tokens(named)
 
 
-def _frame(
-    backend: tokenizers.Tokenizer, special: Mapping[str, str], roles: Container[str], where: str
-) -> None:
+def _frame(backend: Backend, special: Mapping[str, str], roles: Container[str], where: str) -> None:
     """Texts begin with the bos token and end with the eos token, where `roles` has them."""
     first, last = (
         [special[role]] if role in roles and role in special else [] for role in ("bos_token", "eos_token")
@@ -156,7 +154,7 @@ def _template_text(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
 
-def _named_templates(settings: Json, where: Path) -> dict[str, Any]:
+def _named_templates(settings: Json, where: Path) -> Json:
     """The templates that are known here, by name."""
     template = settings.get("chat_template")
     listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
@@ -259,7 +257,7 @@ class _GgufVocabulary:
             "generation_config.json": json.dumps({"eos_token_id": sorted(ends)}).encode(),
         }
 
-    def _backend(self) -> tokenizers.Tokenizer:
+    def _backend(self) -> Backend:
         makers = {"gpt2": self._byte_level, "llama": self._sentencepiece}
         kind = str(self._get("model"))
         if kind not in makers:
@@ -280,7 +278,7 @@ class _GgufVocabulary:
         _frame(backend, self._special, roles, self._where)
         return backend
 
-    def _mark_added(self, backend: tokenizers.Tokenizer, trims: bool) -> None:
+    def _mark_added(self, backend: Backend, trims: bool) -> None:
         """Control tokens are special, and so is the unknown one. User-defined tokens are words that are never
         split."""
 
@@ -292,7 +290,7 @@ class _GgufVocabulary:
         backend.add_special_tokens(added(_UNKNOWN, _CONTROL))
         backend.add_tokens(added(_USER_DEFINED))
 
-    def _byte_level(self) -> tokenizers.Tokenizer:
+    def _byte_level(self) -> Backend:
         merges = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
         name = str(self._get("pre"))
         if name not in _PRE_TOKENIZERS:
@@ -300,16 +298,14 @@ class _GgufVocabulary:
                 f"{self._where}: pre-tokenizer {self._get('pre')!r} is not supported; supported are "
                 f"{', '.join(_PRE_TOKENIZERS)}"
             )
-        backend = tokenizers.Tokenizer(
-            models.BPE(vocab=self._vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS)
-        )
+        backend = Backend(models.BPE(vocab=self._vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
         if name == "qwen2":
             backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[name])
         backend.decoder = decoders.ByteLevel()
         return backend
 
-    def _sentencepiece(self) -> tokenizers.Tokenizer:
+    def _sentencepiece(self) -> Backend:
         """A BPE of SentencePiece: pairs are merged by the score of the result, and missing characters become
         bytes."""
         for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
@@ -323,7 +319,7 @@ class _GgufVocabulary:
             {token: scores[id] for token, id in self._vocab.items() if self._kinds[id] == _NORMAL}
         )
         unknown = self._special.get("unk_token")
-        backend = tokenizers.Tokenizer(
+        backend = Backend(
             models.BPE(vocab=self._vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         )
         prefixed = self._get("add_space_prefix", True)

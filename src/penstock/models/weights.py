@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.architecture import EMBED, HEAD, TensorSpec, WeightSpec
-from penstock.models.fields import changed_fields, is_number
+from penstock.models.fields import Json, Shape, changed_fields, is_number
 from penstock.models.forms import Forms, Matrix, empty_matrix
 from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig, Weight
@@ -167,7 +167,7 @@ def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weigh
 # --------------------------------------------------------------------------- which files, and what is in them
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """The object in a JSON file of a model."""
     try:
         value = json.loads(path.read_bytes())
@@ -221,7 +221,7 @@ class StoredTensor(NamedTuple):
 
     file: WeightFile
     dtype: str  # as the format spells it
-    shape: tuple[int, ...]
+    shape: Shape
     start: int  # byte of the file
     num_bytes: int
 
@@ -269,7 +269,7 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: ModelConfig, where: Path) -> None:
+def check_tensors(found: Mapping[str, tuple[Shape, str]], config: ModelConfig, where: Path) -> None:
     """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
     one ModelError."""
     expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
@@ -285,7 +285,7 @@ def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: Mode
 
 
 def _misfits(
-    found: Mapping[str, tuple[tuple[int, ...], Any]], shapes: Mapping[str, tuple[int, ...]], usable: Any
+    found: Mapping[str, tuple[Shape, Any]], shapes: Mapping[str, Shape], usable: Any
 ) -> dict[str, list[str]]:
     """Tensors of known names with another shape or dtype than they should have."""
     known = [(name, *found[name]) for name in shapes if name in found]
@@ -319,9 +319,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
-def unusable_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[str]]:
+def unusable_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
     """For `refuse_any`: problems of tensors that were read and whose shapes are known."""
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if name in shapes}
     usable = [name for name, (_, dtype) in found.items() if dtype in DTYPES.values()]
