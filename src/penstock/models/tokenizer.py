@@ -195,7 +195,8 @@ class Tokenizer(TextCodec):
         self._added = {id: token.content for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
         self.controls = tuple(token.content for token in added.values() if token.special and token.content)
-        self._secret = None if chat is None or not self.controls else _SecretNames(backend)
+        # for chats alone: up to a second of work for a large vocabulary
+        self.secret_names = functools.cache(lambda: _SecretNames(backend))
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self._bound = _TokenBound.of(backend, self._spelling.byte_level)
         self.eos_ids = frozenset(eos_ids)
@@ -211,9 +212,9 @@ class Tokenizer(TextCodec):
         return self._ids(self._backend, text, add_special, most)
 
     def encode_apart(self, rendered: Rendered, most: int | None) -> list[int]:
-        assert self._secret is not None
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
-        return self._ids(self._secret.backend, self._secret.renamed(rendered), False, most)
+        names = self.secret_names()
+        return self._ids(names.backend, names.renamed(rendered), False, most)
 
     def _check_bytes(self, data: bytes, most: int | None) -> None:
         """Refuses a text that is too long for any tokenization, before any work is done."""
@@ -398,7 +399,10 @@ def tokenizer_of(spec: TokenizerSpec) -> TextCodec:
         return ByteTokenizer(spec.vocab_size)
     template = spec.template
     chat = None if template is None else ChatTemplate(template, spec.special_tokens, spec.tool_template)
-    return Tokenizer(Backend.from_str(spec.vocabulary), spec.eos_ids, chat)
+    tokenizer = Tokenizer(Backend.from_str(spec.vocabulary), spec.eos_ids, chat)
+    if chat is not None and tokenizer.controls:
+        tokenizer.secret_names()  # now, and not while the first chat waits
+    return tokenizer
 
 
 def utf8(text: str) -> bytes:

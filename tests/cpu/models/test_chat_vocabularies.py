@@ -177,6 +177,7 @@ def test_secret_names_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     tokenizer = Tokenizer(
         flagged("SentencePiece BPE"), (), ChatTemplate(TEMPLATES["marks beside text"], ROLES)
     )
+    tokenizer.secret_names()
     monkeypatch.undo()
     with pytest.raises(InvalidRequest, match="private characters of Unicode that are taken"):
         tokenizer.encode_chat([{"role": "user", "content": chr(0xF0000) * 9}])
