@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,19 +15,26 @@ import torch
 from penstock.config import ModelSource
 from penstock.models import registry
 from penstock.models.adapters import blank_weights, read_adapter
-from penstock.models.architecture import Architecture, WeightSpec, stack
-from penstock.models.decoder import Decoder
+from penstock.models.architecture import Architecture
+from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
-from penstock.models.lora import LoraWeight
+from penstock.models.lora import LoraRuns, LoraWeight
 from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
-from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, write_tiny_gguf, write_tiny_model
 from tests.support.adapters import adapter_tensors, write_adapter
 
 TRANSFORMERS = importlib.import_module("transformers")
 IDS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+class Doubled(DecoderLayer):
+    """A kind of layer of its own: twice what an MLP says."""
+
+    def mlp(self, x: torch.Tensor, lora: LoraRuns | None) -> torch.Tensor:
+        return 2.0 * super().mlp(x, lora)
 
 
 class FusedToy(Architecture):
@@ -34,17 +42,11 @@ class FusedToy(Architecture):
 
     name = "phi3"
     config_name = "Phi3ForCausalLM"
+    fused = True
+    doubled: ClassVar[frozenset[int]] = frozenset()
 
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        hidden, rows = config.hidden, config.num_heads * config.head_dim
-        return (
-            stack("attn_norm", ("input_layernorm.weight", hidden)),
-            stack("qkv", ("self_attn.qkv_proj.weight", config.qkv_width, hidden)),
-            stack("out", ("self_attn.o_proj.weight", hidden, rows)),
-            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
-            stack("gate_up", ("mlp.gate_up_proj.weight", 2 * config.ffn, hidden)),
-            stack("down", ("mlp.down_proj.weight", hidden, config.ffn)),
-        )
+    def layer_kind(self, config: ModelConfig, index: int) -> type[DecoderLayer]:
+        return Doubled if index in self.doubled else DecoderLayer
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,20 @@ def test_it_computes_the_same_as_in_transformers_from_safetensors_and_from_gguf(
         expected = reference(torch.tensor([IDS])).logits[0]
     for model in (loaded, converted):
         assert float((our_logits(model) - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def test_a_layer_of_another_kind_is_a_class_and_a_line_of_the_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(TINY_LLAMA, architecture="phi3")
+    tensors = tiny_tensors(config)
+    down = "model.layers.1.mlp.down_proj.weight"
+    directory = write_tiny_model(tmp_path / "toy", config, tensors=tensors)
+    doubled = write_tiny_model(tmp_path / "doubled", config, tensors={**tensors, down: 2.0 * tensors[down]})
+    expected, plain = our_logits(load(doubled)), our_logits(load(directory))
+    monkeypatch.setattr(FusedToy, "doubled", frozenset({1}))
+    torch.testing.assert_close(our_logits(load(directory)), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, plain, atol=1e-2)
 
 
 def test_random_weights_and_adapters_follow_from_its_tensors(tmp_path: Path) -> None:

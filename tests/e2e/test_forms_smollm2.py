@@ -94,7 +94,7 @@ def test_the_file_is_read_straight_into_its_form(tmp_path: Path, monkeypatch: py
     held = [
         tensor
         for layer in model.layers
-        for matrix in layer
+        for matrix in vars(layer).values()
         if isinstance(matrix, Matrix)
         for tensor in matrix.tensors
     ]  # type: ignore[attr-defined]

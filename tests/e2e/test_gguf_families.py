@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,29 +76,50 @@ def test_a_file_computes_what_the_directory_computes(name: str, tmp_path: Path) 
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "phi3"])
-def test_a_directory_of_ours_computes_the_same_in_transformers(name: str, tmp_path: Path) -> None:
+@torch.inference_mode()
+def their_logits(folder: Path, **how: Any) -> torch.Tensor:
+    load = TRANSFORMERS.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.float32, pad_token_id=0, **how)
+    logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
+
+
+def test_a_directory_of_ours_computes_the_same_in_transformers(tmp_path: Path) -> None:
     """So that the test above compares with what is right."""
-    directory = write_tiny_model(tmp_path / "model", CONFIGS[name])
-    reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, pad_token_id=0
-    ).eval()
-    with torch.inference_mode():
-        expected = reference(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(our_logits(load(directory)), expected, rtol=1e-4, atol=1e-4)
+    plain = {"tiny llama": TINY_LLAMA, "tiny qwen3": TINY_QWEN3}
+    for name in (*plain, "llama3", "qwen2", "phi3"):
+        directory = write_tiny_model(tmp_path / name, {**plain, **CONFIGS}[name])
+        found = our_logits(load(directory))
+        torch.testing.assert_close(found, their_logits(directory), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
-def test_transformers_reads_the_same_model_from_the_file(name: str, tmp_path: Path) -> None:
+def test_transformers_reads_the_same_model_from_the_file(tmp_path: Path) -> None:
     """Their reader knows names and the order of rows by itself."""
-    config = {"llama": TINY_LLAMA, "qwen2": CONFIGS["qwen2"], "phi3": PHI3}[name]
-    file = write_tiny_gguf(tmp_path / "model.gguf", config)
-    reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=file.name, dtype=torch.float32, pad_token_id=0
-    ).eval()
-    with torch.inference_mode():
-        expected = reference(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(our_logits(load(file)), expected, rtol=1e-4, atol=1e-4)
+    for config in (TINY_LLAMA, CONFIGS["qwen2"], PHI3):
+        file = write_tiny_gguf(tmp_path / f"{config.architecture}.gguf", config)
+        expected = their_logits(tmp_path, gguf_file=file.name)
+        torch.testing.assert_close(our_logits(load(file)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_parity_turns_red_with_a_fault_in_a_layer(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", TINY_QWEN3)
+    model, expected = load(directory), their_logits(directory)
+    rows = TINY_QWEN3.head_dim * TINY_QWEN3.num_heads, TINY_QWEN3.head_dim * TINY_QWEN3.num_kv_heads
+
+    def exchanged(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.split((rows[0], rows[1], rows[1]))
+        return torch.cat((q, v, k))
+
+    layers = model.layers
+    for fault in (
+        lambda layer: {"q_norm": torch.ones_like(layer.q_norm)},
+        lambda layer: {"k_norm": torch.ones_like(layer.k_norm)},
+        lambda layer: {"q_norm": layer.k_norm, "k_norm": layer.q_norm},
+        lambda layer: {"gate_up": torch.cat(layer.gate_up.chunk(2)[::-1])},
+        lambda layer: {"qkv": exchanged(layer.qkv)},
+    ):
+        model.layers = [dataclasses.replace(layer, **fault(layer)) for layer in layers]
+        assert float((our_logits(model) - expected).abs().max() / expected.abs().max()) > 1e-3
 
 
 def test_factors_for_all_lengths_are_those_of_any_length(tmp_path: Path) -> None:

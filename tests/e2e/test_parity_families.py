@@ -29,7 +29,7 @@ from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import tiny_tokenizer
-from tests.support.adapters import PREFIX, adapter_tensors, write_adapter
+from tests.support.adapters import ALL_MODULES, adapter_tensors, merged_into, write_adapter
 from tests.support.driving import Collected, run_all, settle_all, submit
 
 TOLERANCE = 2e-5  # of a log-probability, absolute
@@ -41,6 +41,7 @@ IDS = torch.randint(3, 512, (2 * PROMPT,), generator=torch.Generator().manual_se
 SHORT = [0.9 + 0.05 * i for i in range(8)]
 LONG = [1.0 + 0.7 * i for i in range(8)]
 
+SWITCHED = {"use_sliding_window": True, "max_window_layers": 1}
 # What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have
 # none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,115 +53,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {}),
     "tied qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2 with windows": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
-    ),
+    "qwen2 with windows": ("Qwen2", {**SWITCHED, "sliding_window": 21}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 with biases and windows": (
         "Qwen3",
-        {
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 33,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        {"head_dim": 16, "attention_bias": True, **SWITCHED, "sliding_window": 33}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "phi3": ("Phi3", {"sliding_window": 47, "num_key_value_heads": 4}),
     "phi4-mini": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
 }
 
+OUTSIDE = {"original_max_position_embeddings": TRAINED}
+YARN = {"rope_type": "yarn", "factor": 4.0, **OUTSIDE}
+ALL_OF_YARN = {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **OUTSIDE}
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+PARTIAL = {"short_factor": SHORT[:6], "long_factor": LONG[:6], "partial_rotary_factor": 0.75}
+STATED, LONGER = {"max_position_embeddings": TRAINED}, {"max_position_embeddings": 4 * TRAINED}
+
 # By the family that it is tried with: its rope parameters, and other fields.
 ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "linear": ("Llama", {"rope_type": "linear", "factor": 4.0}, {"max_position_embeddings": TRAINED}),
-    "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": TRAINED}),
-    "dynamic, not stretched": (
-        "Llama",
-        {"rope_type": "dynamic", "factor": 4.0},
-        {"max_position_embeddings": 512},
-    ),
-    "llama3": (
-        "Llama",
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": TRAINED,
-        },
-        {},
-    ),
-    "yarn": (
-        "Qwen3",
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
-        {"head_dim": 16},
-    ),
-    "yarn beyond what the config states": (
-        "Qwen2",
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
-        {"max_position_embeddings": TRAINED},
-    ),
-    "yarn, all its numbers": (
-        "Llama",
-        {
-            "rope_type": "yarn",
-            "factor": 3.0,
-            "original_max_position_embeddings": TRAINED,
-            "beta_fast": 8.0,
-            "beta_slow": 0.5,
-            "truncate": False,
-            "attention_factor": 1.3,
-        },
-        {},
-    ),
-    "yarn with mscale": (
-        "Mistral",
-        {
-            "rope_type": "yarn",
-            "factor": 6.0,
-            "original_max_position_embeddings": TRAINED,
-            "mscale": 1.5,
-            "mscale_all_dim": 0.7,
-        },
-        {"sliding_window": None},
-    ),
-    "longrope": (
-        "Phi3",
-        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
-        {"original_max_position_embeddings": TRAINED, "max_position_embeddings": 4 * TRAINED},
-    ),
+    "linear": ("Llama", {"rope_type": "linear", "factor": 4.0}, STATED),
+    "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, STATED),
+    "dynamic, not stretched": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {}),
+    "llama3": ("Llama", LLAMA3, {}),
+    "yarn": ("Qwen3", YARN, {"head_dim": 16}),
+    "yarn beyond what the config states": ("Qwen2", YARN, STATED),
+    "yarn, all its numbers": ("Llama", {**YARN, "factor": 3.0, **ALL_OF_YARN}, {}),
+    "yarn with mscale": ("Mistral", {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7}, {"sliding_window": None}),
+    "longrope": ("Phi3", LONGROPE, {**OUTSIDE, **LONGER}),
     "longrope, short": (
         "Phi3",
-        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        LONGROPE,
         {"original_max_position_embeddings": 200, "max_position_embeddings": 800},
     ),
     "longrope of a part of each head": (
         "Phi3",
-        {
-            "rope_type": "longrope",
-            "short_factor": SHORT[:6],
-            "long_factor": LONG[:6],
-            "partial_rotary_factor": 0.75,
-        },
-        {
-            "original_max_position_embeddings": TRAINED,
-            "max_position_embeddings": 4 * TRAINED,
-            "sliding_window": 100,
-        },
+        {**LONGROPE, **PARTIAL},
+        {**OUTSIDE, **LONGER, "sliding_window": 100},
     ),
-    "longrope of a Llama": (
-        "Llama",
-        {
-            "rope_type": "longrope",
-            "short_factor": SHORT,
-            "long_factor": LONG,
-            "factor": 4.0,
-            "original_max_position_embeddings": TRAINED,
-            "attention_factor": 1.1,
-        },
-        {},
-    ),
+    "longrope of a Llama": ("Llama", {**LONGROPE, **OUTSIDE, "factor": 4.0, "attention_factor": 1.1}, {}),
 }
 
 
@@ -172,20 +105,9 @@ def _one_thread() -> None:
 def their_model(name: str, rope: dict[str, Any] | None = None, **fields: Any) -> Any:
     """Random weights of `transformers`; norms and biases are moved off what they begin with, so that leaving
     one out shows."""
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    usual = {
-        "vocab_size": 512,
-        "max_position_embeddings": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    usual = {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}
+    usual |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
     parameters = {"rope_type": "default", "rope_theta": 10_000.0, **(rope or {})}
     config = getattr(TRANSFORMERS, f"{name}Config")(
         **{**sizes, **usual, "rope_parameters": parameters, **fields}
@@ -296,47 +218,18 @@ def test_each_scheme_matters_at_this_length(scheme: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def merged_into(model: Any, adapter: dict[str, torch.Tensor], scale: float) -> Iterator[None]:
-    with torch.no_grad():
-        for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
-            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            update = adapter[f"{PREFIX}{module}.lora_B.weight"].double() @ adapter[name].double()
-            weight = model.get_submodule(module).weight
-            weight.copy_((weight.double() + scale * update).float())
-    yield
-
-
-ADAPTED = {
-    "llama": "llama with biases",
-    "mistral": "mistral",
-    "qwen2": "qwen2 with windows",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "phi3, part of each head turned": "phi4-mini",
-}
+ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini")
 
 
 @pytest.mark.parametrize("family", ADAPTED)
 def test_an_adapter_on_a_family_computes_what_transformers_computes_with_merged_weights(
     family: str, tmp_path: Path
 ) -> None:
-    name, fields = FAMILIES[ADAPTED[family]]
+    name, fields = FAMILIES[family]
     reference = their_model(name, **fields)
     directory = save(reference, tmp_path / "model")
     config = parse_config(read_json(directory / "config.json"), "config.json")
-    modules = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "qkv_proj",
-        "gate_up_proj",
-    )
-    tensors = adapter_tensors(config, seed=1, modules=modules)
+    tensors = adapter_tensors(config, seed=1, modules=(*ALL_MODULES, "qkv_proj", "gate_up_proj"))
     before = their_logprobs(reference, IDS[:TOTAL])
     with (
         served(directory, lora=write_adapter(tmp_path / "adapter", tensors)) as engine,
@@ -352,26 +245,13 @@ def test_a_served_model_scores_a_prompt_as_transformers_does(
     tmp_path: Path, start_server: Callable[..., tuple[Any, str]]
 ) -> None:
     """Over HTTP: stretched positions, biases and a window, sharded safetensors, prompts in chunks."""
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
-    fields = {
-        "use_sliding_window": True,
-        "sliding_window": 40,
-        "max_window_layers": 1,
-        "max_position_embeddings": TRAINED,
-    }
-    reference = their_model("Qwen2", rope, **fields)
+    fields = {**SWITCHED, "sliding_window": 40, **STATED}
+    reference = their_model("Qwen2", YARN, **fields)
     directory = save(reference, tmp_path / "model")
-    _, url = start_server(
-        "--model", str(directory), "--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict"
-    )
-    ask = {
-        "model": "model",
-        "prompt": IDS[:PROMPT],
-        "max_tokens": DECODED,
-        "echo": True,
-        "logprobs": 0,
-        "temperature": 0,
-    }
+    flags = ("--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict")
+    _, url = start_server("--model", str(directory), *flags)
+    ask = {"model": "model", "prompt": IDS[:PROMPT], "max_tokens": DECODED, "temperature": 0}
+    ask |= {"echo": True, "logprobs": 0}
     reply = httpx.post(f"{url}/v1/completions", json={**ask, "ignore_eos": True}, timeout=60).json()
     found = reply["choices"][0]["logprobs"]["token_logprobs"]
     assert len(found) == TOTAL and found[0] is None

@@ -3,7 +3,6 @@ same greedy tokens, in one batch with the base model, from a cached prefix, and 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSou
 from penstock.engine.engine import Engine
 from penstock.models.llama import SMOLLM2_135M
 from penstock.testing.sanitized import build_sanitized, check_silent
-from tests.support.adapters import PREFIX, adapter_tensors, write_adapter
+from tests.support.adapters import ALL_MODULES, adapter_tensors, merged_into, write_adapter
 from tests.support.driving import run_all, submit
 from tests.support.logits import Logits, largest_error
 from tests.support.reference import reference_model
@@ -33,32 +32,9 @@ NUM_TOKENS = 12
 
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:
     """Small enough that the model still writes text, large enough that it writes another."""
-    modules = (
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        if seed == 1
-        else ("q_proj", "v_proj", "up_proj")
-    )
+    modules = ALL_MODULES if seed == 1 else ("q_proj", "v_proj", "up_proj")
     tensors = adapter_tensors(SMOLLM2_135M, seed, RANK, modules)
     return {name: tensor * 0.5 if ".lora_B." in name else tensor for name, tensor in tensors.items()}
-
-
-@contextlib.contextmanager
-def merged_into(model: Any, adapter: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """`model` with W + (alpha / r) B A for every adapted module; as it was afterwards."""
-    before = {}
-    with torch.no_grad():
-        for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
-            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            weight = model.get_submodule(module).weight
-            before[module] = weight.clone()
-            update = adapter[f"{PREFIX}{module}.lora_B.weight"].double() @ adapter[name].double()
-            weight.copy_((weight.double() + ALPHA / RANK * update).float())
-    try:
-        yield model
-    finally:
-        with torch.no_grad():
-            for module, weight in before.items():
-                model.get_submodule(module).weight.copy_(weight)
 
 
 @torch.inference_mode()
@@ -102,7 +78,7 @@ def test_base_and_adapters_in_one_batch_write_what_transformers_writes_with_merg
     prompts = [engine.tokenizer.encode(text) for text in PROMPTS]
     right = {None: [greedy(reference, prompt) for prompt in prompts]}
     for seed in (1, 2):
-        with merged_into(reference, tensors_of(seed)):
+        with merged_into(reference, tensors_of(seed), ALPHA / RANK):
             right[seed] = [greedy(reference, prompt) for prompt in prompts]
     assert len({tuple(tokens) for each in right.values() for tokens in each}) == 6, (
         "an adapter that changes nothing proves nothing"
@@ -121,7 +97,7 @@ def test_base_and_adapters_in_one_batch_write_what_transformers_writes_with_merg
             for c, (_, i) in zip(found, work, strict=True)
         )
         monkeypatch.undo()
-    with merged_into(reference, tensors_of(1)):
+    with merged_into(reference, tensors_of(1), ALPHA / RANK):
         row = work.index((1, 1))
         alone = {(0, at): seen for (at_row, at), seen in logits.seen.items() if at_row == row}
         logits.seen = alone
@@ -135,32 +111,13 @@ def test_a_served_adapter_writes_what_the_engine_writes(
     adapter = engine.adapters.find("a1").adapter  # type: ignore[union-attr]
     right = [submit(engine, prompt, adapter=which, max_tokens=NUM_TOKENS) for which in (adapter, None)]
     run_all(engine)
-    flags = (
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "512",
-        "--device-kv-blocks",
-        "128",
-        "--sanitize=strict",
-        "--lora-dir",
-        str(folder),
-    )
-    _, url = start_server(*flags)
-    assert (
-        httpx.post(
-            f"{url}/v1/load_lora_adapter", json={"lora_name": "tuned", "lora_path": "a1"}, timeout=60
-        ).status_code
-        == 200
-    )
+    flags = ("--device", "cpu", "--max-model-len", "512", "--device-kv-blocks", "128", "--sanitize=strict")
+    _, url = start_server(*flags, "--lora-dir", str(folder))
+    body = {"lora_name": "tuned", "lora_path": "a1"}
+    assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
     for model, expected in (("tuned", right[0]), ("smollm2-135m", right[1])):
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": NUM_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
         assert reply["model"] == model
         assert reply["choices"][0]["text"] == engine.tokenizer.decode(expected.tokens, skip_special=True)

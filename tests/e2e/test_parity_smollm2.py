@@ -57,17 +57,12 @@ TEXTS = [
 ]
 NUMBERS = ["x\n\n  12", "  1", "x ²½Ⅷ٣", "table:\n    1    22\n   333   4", "\t\t7"]
 
-CHATS: dict[str, list[dict[str, str]]] = {
-    "user": [{"role": "user", "content": "Hi"}],
-    "system": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is a penstock? "},
-    ],
-    "turns": [
-        {"role": role, "content": f"{role} says {{{{ 'é' }}}}\n"} for role in ("user", "assistant", "user")
-    ],
-    "empty": [{"role": "user", "content": ""}],
-}
+CHATS: list[list[dict[str, str]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a penstock? "}],
+    [{"role": role, "content": f"{role} says {{{{ 'é' }}}}\n"} for role in ("user", "assistant", "user")],
+    [{"role": "user", "content": ""}],
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +98,16 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_prefill_logits_agree_with_transformers(loaded: LoadedModel, reference: Any, prompt: str) -> None:
-    ids = loaded.tokenizer.encode(prompt)
-    assert error(logits_of(loaded, ids), reference_logits(reference, ids)) < TOLERANCE
+def test_prefill_logits_agree_with_transformers_whole_and_in_pieces(
+    loaded: LoadedModel, reference: Any
+) -> None:
+    for prompt in PROMPTS.values():
+        ids = loaded.tokenizer.encode(prompt)
+        expected = reference_logits(reference, ids)
+        assert error(logits_of(loaded, ids), expected) < TOLERANCE
+        kv = ContiguousKv(loaded.model.config, loaded.model.rope)
+        pieces = [forward(loaded.model, kv, ids[at : at + 16]) for at in range(0, len(ids), 16)]
+        assert error(torch.cat(pieces), expected) < TOLERANCE
 
 
 @torch.inference_mode()
@@ -127,13 +128,6 @@ def test_incremental_decode_agrees_with_transformers_step_by_step(
     assert "4" in loaded.tokenizer.decode(output)
 
 
-def test_prefill_in_pieces_agrees_with_transformers_in_one(loaded: LoadedModel, reference: Any) -> None:
-    ids = loaded.tokenizer.encode(PROMPTS["prose"])
-    kv = ContiguousKv(loaded.model.config, loaded.model.rope)
-    pieces = [forward(loaded.model, kv, ids[at : at + 16]) for at in range(0, len(ids), 16)]
-    assert error(torch.cat(pieces), reference_logits(reference, ids)) < TOLERANCE
-
-
 @torch.inference_mode()
 def test_rotary_angles_equal_those_of_transformers_at_every_position(
     loaded: LoadedModel, reference: Any
@@ -149,51 +143,29 @@ def test_rotary_angles_equal_those_of_transformers_at_every_position(
 # ----------------------------------------------------------------------------- faults that turn the above red
 
 
-def rows_left_permuted(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr(gguf_file, "unpermute", lambda rows, head_dim: rows)
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    return load()
-
-
-def wrong_theta(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr(
-        loaded.model, "rope", rope_table(dataclasses.replace(loaded.model.config, rope_theta=1e4))
-    )
-    return loaded
-
-
-def positions_off_by_one(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    """Rotary scores depend on distances only, so a shift shows just where old and new positions meet: here,
-    at every other token."""
-    rope = loaded.model.rope.clone()
-    rope[1::2] = loaded.model.rope[::2]
-    monkeypatch.setattr(loaded.model, "rope", rope)
-    return loaded
-
-
-def wrong_eps(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr(loaded.model, "config", dataclasses.replace(loaded.model.config, norm_eps=1e-3))
-    return loaded
-
-
-def norm_of_the_wrong_layer(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> LoadedModel:
-    layers = list(loaded.model.layers)  # type: ignore[attr-defined]
-    layers[5] = layers[5]._replace(ffn_norm=layers[6].ffn_norm)
-    monkeypatch.setattr(loaded.model, "layers", layers)
-    return loaded
-
-
-@pytest.mark.parametrize(
-    "fault", [rows_left_permuted, wrong_theta, positions_off_by_one, wrong_eps, norm_of_the_wrong_layer]
-)
-def test_parity_turns_red_with(
-    fault: Any, loaded: LoadedModel, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_parity_turns_red_with_a_fault(
+    loaded: LoadedModel, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = loaded.tokenizer.encode(PROMPTS["fact"])
-    faulty = fault(loaded, tmp_path, monkeypatch)
-    assert error(logits_of(faulty, ids), reference_logits(reference, ids)) > 10 * TOLERANCE
+    expected, model = reference_logits(reference, ids), loaded.model
+    # Rotary scores depend on distances only, so a shift shows just where old and new positions meet: here, at
+    # every other token.
+    shifted = model.rope.clone()
+    shifted[1::2] = model.rope[::2]
+    layers = list(model.layers)
+    layers[5] = dataclasses.replace(layers[5], ffn_norm=layers[6].ffn_norm)
+    for attribute, faulty in (
+        ("rope", rope_table(dataclasses.replace(model.config, rope_theta=1e4))),
+        ("rope", shifted),
+        ("layers", [dataclasses.replace(layer, eps=1e-3) for layer in model.layers]),
+        ("layers", layers),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, attribute, faulty)
+            assert error(logits_of(loaded, ids), expected) > 10 * TOLERANCE
+    monkeypatch.setattr(gguf_file, "unpermute", lambda rows, head_dim: rows)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    assert error(logits_of(load(), ids), expected) > 10 * TOLERANCE
 
 
 # -------------------------------------------------------------------------------------------------- tokenizer
@@ -226,16 +198,13 @@ def test_decoded_text_equals_that_of_transformers(loaded: LoadedModel, their_tok
             assert loaded.tokenizer.decode(ids, skip) == their_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
-@pytest.mark.parametrize("prompt", [True, False], ids=["prompted", "closed"])
-def test_chats_equal_those_of_transformers(
-    loaded: LoadedModel, their_tokenizer: Any, messages: list[dict[str, str]], prompt: bool
-) -> None:
-    theirs = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    assert rendered(loaded.tokenizer, messages, prompt) == theirs
-
-
-def test_the_end_token_is_that_of_transformers(
+def test_chats_and_the_end_token_equal_those_of_transformers(
     loaded: LoadedModel, their_tokenizer: Any, reference: Any
 ) -> None:
+    for messages in CHATS:
+        for prompt in (True, False):
+            theirs = their_tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt
+            )
+            assert rendered(loaded.tokenizer, messages, prompt) == theirs
     assert loaded.tokenizer.eos_ids == {their_tokenizer.eos_token_id} == {reference.config.eos_token_id}

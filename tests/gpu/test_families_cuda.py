@@ -9,18 +9,16 @@ import pytest
 
 pytest.importorskip("transformers", reason="NOT TESTED: the reference needs transformers")
 from tests.e2e.test_parity_families import (
-    ADAPTED,
     FAMILIES,
     ROPES,
     assert_parity,
-    merged_into,
     save,
     served,
     their_model,
 )
 from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
-from tests.support.adapters import adapter_tensors, write_adapter
+from tests.support.adapters import adapter_tensors, merged_into, write_adapter
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-3  # of a log-probability: products are summed in another order than on the CPU
@@ -50,9 +48,9 @@ def test_a_rotary_scheme_computes_on_cuda_what_transformers_computes(scheme: str
         assert_parity(engine, reference, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3, part of each head turned"])
+@pytest.mark.parametrize("family", ["qwen2 with windows", "phi4-mini"])
 def test_an_adapter_on_cuda_changes_what_it_changes_on_the_cpu(family: str, tmp_path: Path) -> None:
-    name, fields = FAMILIES[ADAPTED[family]]
+    name, fields = FAMILIES[family]
     reference = their_model(name, **fields)
     directory = save(reference, tmp_path / "model")
     config = parse_config(read_json(directory / "config.json"), "config.json")

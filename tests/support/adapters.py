@@ -3,8 +3,9 @@ adapter computes. For tests only; written from the format, without our reader an
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,22 @@ def write_adapter(directory: Path, tensors: Mapping[str, Tensor], **fields: Any)
     included."""
     modules = sorted({name.split(".")[-3] for name in tensors})
     rank = next((len(tensor) for name, tensor in tensors.items() if "lora_A" in name), 4)
+    nothing = ("auto_mapping", "exclude_modules", "layers_to_transform", "modules_to_save")
     usual: dict[str, Any] = {
-        "alpha_pattern": {},
-        "auto_mapping": None,
-        "base_model_name_or_path": "some/base",
-        "bias": "none",
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_to_transform": None,
-        "lora_alpha": 2 * rank,
-        "lora_dropout": 0.05,
-        "megatron_core": "megatron.core",
-        "modules_to_save": None,
+        **dict.fromkeys(nothing),
+        **dict.fromkeys(("fan_in_fan_out", "use_dora", "use_rslora"), False),
         "peft_type": "LORA",
-        "peft_version": "0.18.0",
-        "qalora_group_size": 16,
-        "r": rank,
-        "rank_pattern": {},
-        "target_modules": modules,
         "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
+        "bias": "none",
+        "init_lora_weights": True,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "lora_dropout": 0.05,
+        "peft_version": "0.18.0",
+        "base_model_name_or_path": "some/base",
+        "target_modules": modules,
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps({**usual, **fields}))
@@ -98,3 +92,19 @@ def merged(
             update = factor * (b.double() @ a.double())
             tensors[name] = (base[name].double() + update).to(base[name].dtype)
     return tensors
+
+
+@contextlib.contextmanager
+def merged_into(model: Any, adapter: Mapping[str, Tensor], scale: float) -> Iterator[None]:
+    """A model of `transformers` with W + scale * B A for every adapted module; as it was afterwards."""
+    before = {}
+    with torch.no_grad():
+        for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            weight = model.get_submodule(module).weight
+            before[weight] = weight.clone()
+            update = adapter[f"{PREFIX}{module}.lora_B.weight"].double() @ adapter[name].double()
+            weight.copy_((weight.double() + scale * update).float())
+        yield
+        for weight, old in before.items():
+            weight.copy_(old)

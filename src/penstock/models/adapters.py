@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,38 +29,36 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.models.architecture import EMBED, HEAD, WeightSpec
 from penstock.models.decoder import Decoder
+from penstock.models.fields import Fields, Json, is_number
 from penstock.models.hashed_file import DIGEST_BYTES
 from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import ModelConfig
 from penstock.models.registry import architecture_of, layout
-from penstock.models.weights import listed, read_json, read_tensors, refuse_any, unusable_tensors
+from penstock.models.weights import (
+    listed,
+    memory_needed,
+    read_json,
+    read_tensors,
+    refuse_any,
+    unusable_tensors,
+)
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE_FILE = "adapter_model.bin"
-_OUTER_MODULES = (HEAD, EMBED)  # that PEFT can adapt and we cannot
 _DIGEST_KEY = b"penstock lora adapter 1"
 
 ALL_LINEAR = "all-linear"
 
-# Fields that say how an adapter was trained or by what, and change nothing in what it computes.
-_WITHOUT_EFFECT = (
-    *(
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "peft_version",
-        "revision",
-        "runtime_config",
-    ),
-    *("corda_config", "eva_config", "loftq_config", "lora_dropout", "qalora_group_size"),
-    *("layers_pattern", "megatron_config", "megatron_core"),
-)
-_UNDERSTOOD = (
-    *("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "bias", "init_lora_weights"),
+# Fields that are understood, and fields that say how an adapter was trained or by what, and change nothing in
+# what it computes.
+_KNOWN = re.compile(
+    "peft_type|task_type|r|lora_alpha|use_rslora|rank_pattern|alpha_pattern|target_modules|exclude_modules|bias"
+    "|init_lora_weights|auto_mapping|base_model_name_or_path|inference_mode|peft_version|revision"
+    "|runtime_config|corda_config|eva_config|loftq_config|lora_dropout|qalora_group_size|layers_pattern"
+    "|megatron_config|megatron_core"
 )
 _UNSUPPORTED = {
     "use_dora": "DoRA",
@@ -76,7 +74,7 @@ _UNSUPPORTED = {
     "arrow_config": "Arrow routing (arrow_config)",
 }
 # others (PiSSA, OLoRA, LoftQ ...) change the base model's weights, too
-_NEUTRAL_INITS = ("gaussian", "eva", "orthogonal")
+_NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_]+(\\?\.[A-Za-z0-9_]+)*\$?")
 
 
@@ -95,6 +93,10 @@ class _Module(NamedTuple):
     num_in: int
 
     @property
+    def num_out(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    @property
     def a(self) -> str:
         return f"{PREFIX}{self.name}.lora_A.weight"
 
@@ -108,21 +110,14 @@ def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
     read once, so what was digested is what runs, whatever is written to them meanwhile."""
     config_file, tensors_file = adapter_files(directory)
     config = parse_adapter_config(read_json(config_file), str(config_file))
-    stacks = _stacks(model.config)
-    modules = [module for _, parts in stacks for module in parts]
-    _refuse_outer(config, config_file)
+    if outer := [name for name in (HEAD, EMBED) if config.targets(name)]:
+        refused = f"adapting {listed(outer)} is not supported"
+        raise ModelError(f"{config_file}: {refused}, only the linear modules inside layers")
     tensors, _ = read_tensors(tensors_file)
-    adapted = _check(tensors, config, modules, tensors_file)
-    digest = _digest(tensors, config, adapted)
-    try:
-        return AdapterFiles(digest, _weights(tensors, config, stacks, model))
-    except RuntimeError as error:
-        # the CPU allocator's words
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise ModelError(
-            f"the adapter in {directory} does not fit into the memory of {model.device}: {error}"
-        ) from error
+    stacks = _stacks(model.config)
+    adapted = _check(tensors, config, [module for _, parts in stacks for module in parts], tensors_file)
+    with memory_needed(f"the adapter in {directory} does not fit into the memory of {model.device}"):
+        return AdapterFiles(_digest(tensors, config, adapted), _weights(tensors, config, stacks, model))
 
 
 def adapter_files(directory: Path) -> tuple[Path, Path]:
@@ -135,12 +130,8 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
         for name in (CONFIG_FILE, TENSORS_FILE):
             if not (directory / name).is_file():
                 pickled = name == TENSORS_FILE and (directory / _PICKLE_FILE).exists()
-                hint = (
-                    (f"; {_PICKLE_FILE} is a pickle, which can run code: save the adapter as safetensors")
-                    if pickled
-                    else ""
-                )
-                raise ModelError(f"{directory} has no {name}{hint}")
+                hint = f"; {_PICKLE_FILE} is a pickle, which can run code: save the adapter as safetensors"
+                raise ModelError(f"{directory} has no {name}{hint if pickled else ''}")
     except OSError as error:  # no permission, or a name that no file can have
         raise ModelError(f"{directory} cannot be read: {error.strerror or error}") from error
     return directory / CONFIG_FILE, directory / TENSORS_FILE
@@ -166,24 +157,24 @@ def blank_weights(
 ) -> AdapterWeights:
     """An adapter that changes nothing, to try steps with."""
     blank = functools.partial(torch.zeros, dtype=dtype, device=device)
-    layer = {}
-    for weight in (weight for weight in architecture_of(config).layer(config) if len(weight.shape) == 2):
-        modules = list(_modules(weight))
-        ranks = [slice(i * rank, (i + 1) * rank) for i in range(len(modules))]
-        parts = (
-            LoraPart(one.rows, its, blank(one.rows.stop - one.rows.start, rank))
-            for one, its in zip(modules, ranks, strict=True)
-        )
-        layer[weight.name] = LoraWeight(blank(rank * len(modules), modules[0].num_in), tuple(parts))
-    return AdapterWeights((layer,) * config.num_layers)
+    layers: list[dict[str, LoraWeight]] = []
+    for index in range(config.num_layers):
+        layers.append({})
+        for weight in architecture_of(config).layer(config, index):
+            if len(weight.shape) == 2:
+                modules = list(_modules(weight))
+                parts = [(module, blank(module.num_out, rank)) for module in modules]
+                layers[-1][weight.name] = _stacked(blank(rank * len(modules), weight.shape[1]), parts)
+    return AdapterWeights(tuple(layers))
 
 
-def _refuse_outer(config: AdapterConfig, where: Path) -> None:
-    outer = [name for name in _OUTER_MODULES if config.targets(name)]
-    if outer:
-        raise ModelError(
-            f"{where}: adapting {listed(outer)} is not supported, only the linear modules inside layers"
-        )
+def _stacked(a: Tensor, parts: Iterable[tuple[_Module, Tensor]]) -> LoraWeight:
+    """`a`: the A matrices of all modules; `parts`: each module with its B."""
+    made: list[LoraPart] = []
+    for module, b in parts:
+        first = made[-1].ranks.stop if made else 0
+        made.append(LoraPart(module.rows, slice(first, first + b.shape[1]), b))
+    return LoraWeight(a, tuple(made))
 
 
 def _check(
@@ -193,7 +184,7 @@ def _check(
     shapes: dict[str, tuple[int, int]] = {}
     for module in modules:
         rank = config.rank_of(module.name)
-        shapes |= {module.a: (rank, module.num_in), module.b: (module.rows.stop - module.rows.start, rank)}
+        shapes |= {module.a: (rank, module.num_in), module.b: (module.num_out, rank)}
     adapted = [module for module in modules if module.a in tensors or module.b in tensors]
     wanted = [module for module in modules if config.targets(module.name) or module in adapted]
     problems = {
@@ -219,10 +210,8 @@ def _digest(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[
     for module in adapted:
         pieces = [module.name.encode(), config.scale_of(module.name).hex().encode()]
         for tensor in (tensors[module.a], tensors[module.b]):
-            pieces += [
-                (f"{tensor.dtype} {list(tensor.shape)}").encode(),
-                tensor.contiguous().view(torch.uint8).numpy().tobytes(),
-            ]
+            data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            pieces += [f"{tensor.dtype} {list(tensor.shape)}".encode(), data]
         for piece in pieces:
             state.update(len(piece).to_bytes(8, "little"))
             state.update(piece)
@@ -235,39 +224,24 @@ def _weights(
     stacks: list[tuple[WeightSpec, list[_Module]]],
     model: Decoder,
 ) -> AdapterWeights:
+    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
+    the copy to the device, which is over when it returns: nothing is left for other lanes to wait for."""
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
     order = row_order(model.config)
+
+    def scaled(module: _Module, is_reordered: bool) -> Tensor:
+        b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
+        if order is not None and is_reordered:
+            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
+        return b.to(model.device)
+
     for weight, modules in stacks:
         _, layer, name = weight.name.split(".")
-        adapted = [module for module in modules if module.a in tensors]
-        if adapted:
-            layers[int(layer)][name] = _stacked(
-                tensors, config, adapted, model, order if name == "qkv" else None
-            )
+        if adapted := [module for module in modules if module.a in tensors]:
+            a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
+            parts = ((module, scaled(module, name == "qkv")) for module in adapted)
+            layers[int(layer)][name] = _stacked(_finite(a, adapted).to(model.device), parts)
     return AdapterWeights(tuple(layers))
-
-
-def _stacked(
-    tensors: Mapping[str, Tensor],
-    config: AdapterConfig,
-    adapted: list[_Module],
-    model: Decoder,
-    order: Tensor | None,
-) -> LoraWeight:
-    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
-    the copy to the device, which is over when it returns: nothing is left for other lanes to wait for.
-    `order`: of the stack's rows in the model."""
-    a = _finite(torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype), adapted)
-    parts = []
-    at = 0
-    for module in adapted:
-        b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
-        if order is not None:
-            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
-        ranks = slice(at, at + b.shape[1])
-        parts.append(LoraPart(module.rows, ranks, b.to(model.device)))
-        at = ranks.stop
-    return LoraWeight(a.to(model.device), tuple(parts))
 
 
 def _finite(weight: Tensor, modules: list[_Module]) -> Tensor:
@@ -292,8 +266,8 @@ class AdapterConfig:
     rslora: bool
     target_modules: tuple[str, ...] | str
     exclude_modules: tuple[str, ...] | str
-    rank_pattern: tuple[tuple[str, int], ...]
-    alpha_pattern: tuple[tuple[str, float], ...]
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
 
     def targets(self, module: str) -> bool | None:
         """Whether `module` is to be adapted. None: a regular expression decides that, and is not tried. One
@@ -306,112 +280,85 @@ class AdapterConfig:
         if any(_names(key, module) for key in self.exclude_modules):
             return False
         if self.target_modules == ALL_LINEAR:
-            return module != "lm_head" and not module.endswith("embed_tokens")
+            return module not in (HEAD, EMBED)
         return any(_names(key, module) for key in self.target_modules)
 
     def rank_of(self, module: str) -> int:
-        return next((rank for key, rank in self.rank_pattern if _names(key, module)), self.rank)
+        return next((rank for key, rank in self.rank_pattern.items() if _names(key, module)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        rank = self.rank_of(module)
-        alpha = next((alpha for key, alpha in self.alpha_pattern if _names(key, module)), self.alpha)
+        rank, alphas = self.rank_of(module), self.alpha_pattern.items()
+        alpha = next((alpha for key, alpha in alphas if _names(key, module)), self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def parse_adapter_config(raw: Mapping[str, Any], where: str) -> AdapterConfig:
+def parse_adapter_config(raw: Json, where: str) -> AdapterConfig:
     """The config of a LoRA adapter that can be run exactly; anything else is a ModelError that names the
     field."""
-    if raw.get("peft_type") != "LORA":
-        raise ModelError(f"{where}: peft_type is {raw.get('peft_type')!r}; only LORA adapters can be loaded")
-    _refuse_unsupported(raw, where)
-    rank, alpha, rslora = raw.get("r", 8), raw.get("lora_alpha", 8), raw.get("use_rslora", False)
-    if not isinstance(rslora, bool):
-        raise ModelError(f"{where}: use_rslora must be true or false, got {rslora!r}")
-    targets = _module_names(raw.get("target_modules"), "target_modules", where)
-    if not targets:
-        raise ModelError(f"{where}: target_modules is empty, so it adapts nothing")
+    fields = Fields(raw, where)
+    _refuse_unsupported(fields)
+    targets = _module_names(fields, "target_modules")
+    fields.need(targets, "target_modules is empty, so it adapts nothing")
+    alphas = {"lora_alpha": raw.get("lora_alpha", 8), **_pattern(fields, "alpha_pattern")}
+    for key, alpha in alphas.items():
+        name = "lora_alpha" if key == "lora_alpha" else "alpha_pattern"
+        fields.need(is_number(alpha), f"{name} must be a number, got {alpha!r}")
+    ranks = _pattern(fields, "rank_pattern")
     return AdapterConfig(
-        rank=_rank(rank, "r", where),
-        alpha=_alpha(alpha, "lora_alpha", where),
-        rslora=rslora,
+        rank=fields.count("r", 8),
+        alpha=alphas.pop("lora_alpha"),
+        rslora=fields.flag("use_rslora", False),
         target_modules=ALL_LINEAR if isinstance(targets, str) and targets.lower() == ALL_LINEAR else targets,
-        exclude_modules=_module_names(raw.get("exclude_modules"), "exclude_modules", where) or (),
-        rank_pattern=tuple(
-            (key, _rank(value, "rank_pattern", where)) for key, value in _pattern(raw, "rank_pattern", where)
-        ),
-        alpha_pattern=tuple(
-            (key, _alpha(value, "alpha_pattern", where))
-            for key, value in _pattern(raw, "alpha_pattern", where)
-        ),
+        exclude_modules=_module_names(fields, "exclude_modules"),
+        rank_pattern={
+            key: Fields({"rank_pattern": rank}, where).count("rank_pattern") for key, rank in ranks.items()
+        },
+        alpha_pattern=alphas,
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
+    raw = fields.raw
+    kind, bias, task = raw.get("peft_type"), raw.get("bias", "none"), raw.get("task_type")
+    fields.need(kind == "LORA", f"peft_type is {kind!r}; only LORA adapters can be loaded")
     for field, what in _UNSUPPORTED.items():
-        if raw.get(field):
-            raise ModelError(f"{where}: {what} is not supported")
-    if raw.get("bias", "none") != "none":
-        raise ModelError(
-            f"{where}: bias is {raw['bias']!r}; only adapters without biases (none) are supported"
-        )
-    if raw.get("task_type") not in (None, "CAUSAL_LM"):
-        raise ModelError(f"{where}: task_type is {raw['task_type']!r}; only CAUSAL_LM adapters can be loaded")
+        fields.need(not raw.get(field), f"{what} is not supported")
+    fields.need(bias == "none", f"bias is {bias!r}; only adapters without biases (none) are supported")
+    fields.need(task in (None, "CAUSAL_LM"), f"task_type is {task!r}; only CAUSAL_LM adapters can be loaded")
     init = raw.get("init_lora_weights")
-    if not (init is None or isinstance(init, bool) or init in _NEUTRAL_INITS):
-        raise ModelError(
-            f"{where}: init_lora_weights {init!r} goes with changed weights of the base model; convert it "
-            "to plain LoRA first"
-        )
-    known = {*_WITHOUT_EFFECT, *_UNDERSTOOD, *_UNSUPPORTED}
-    unknown = [field for field, value in raw.items() if field not in known and value]
-    if unknown:
-        raise ModelError(
-            f"{where}: unknown fields that may change what the adapter computes: "
-            f"{', '.join(map(repr, unknown))}"
-        )
+    fields.need(
+        init in _NEUTRAL_INITS,
+        f"init_lora_weights {init!r} goes with changed weights of the base model; convert it to plain LoRA "
+        "first",
+    )
+    unknown = [
+        field
+        for field, value in raw.items()
+        if value and field not in _UNSUPPORTED and not _KNOWN.fullmatch(field)
+    ]
+    named = ", ".join(map(repr, unknown))
+    fields.need(not unknown, f"unknown fields that may change what the adapter computes: {named}")
 
 
 def _names(key: str, module: str) -> bool:
     """Whether `key` is the module's name or a whole ending of it; with ^ before it, only the name."""
-    if key.startswith("^"):
-        return module == key[1:]
-    return module == key or module.endswith(f".{key}")
+    return module == key.removeprefix("^") or module.endswith(f".{key}")
 
 
-def _module_names(value: Any, field: str, where: str) -> tuple[str, ...] | str:
-    if value is None:
-        return ()
+def _module_names(fields: Fields, field: str) -> tuple[str, ...] | str:
+    value = fields.raw.get(field) or ()
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise ModelError(f"{where}: {field} must be a list of names or a string, got {value!r}")
+    good = isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+    fields.need(good, f"{field} must be a list of names or a string, got {value!r}")
     return tuple(sorted(value))
 
 
-def _pattern(raw: Mapping[str, Any], field: str, where: str) -> list[tuple[str, Any]]:
-    value = raw.get(field) or {}
-    if not isinstance(value, dict):
-        raise ModelError(f"{where}: {field} must be an object, got {value!r}")
+def _pattern(fields: Fields, field: str) -> dict[str, Any]:
+    value = fields.section(field)
     regular = [key for key in value if not _PLAIN_KEY.fullmatch(key)]
-    if regular:
-        raise ModelError(
-            f"{where}: {field} takes names of modules or endings of them, no regular expressions such as "
-            f"{regular[0]!r}"
-        )
-    return [(key.replace("\\.", ".").removesuffix("$"), number) for key, number in value.items()]
-
-
-def _rank(value: Any, field: str, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{where}: {field} must be a positive whole number, got {value!r}")
-    return value
-
-
-def _alpha(value: Any, field: str, where: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-    except OverflowError:  # a whole number may have any number of digits
-        number = math.inf
-    if not math.isfinite(number):
-        raise ModelError(f"{where}: {field} must be a number, got {value!r}")
-    return number
+    fields.need(
+        not regular,
+        f"{field} takes names of modules or endings of them, no regular expressions such as {regular[:1]}",
+    )
+    return {key.replace("\\.", ".").removesuffix("$"): number for key, number in value.items()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import ModelError
-from penstock.models.decoder import Decoder
-from penstock.models.fields import Fields
-from penstock.models.model import ModelConfig
+from penstock.models.decoder import Decoder, DecoderLayer
+from penstock.models.fields import Fields, Json, Shape, is_number
+from penstock.models.model import LayerOps, ModelConfig, Weight
 from penstock.models.rotary import RopeFactors, parse_rope, rope_scaling_of_gguf
 
 # A damaged number must not become a loop over a billion layers or a table of terabytes.
@@ -25,7 +25,7 @@ class TensorSpec(NamedTuple):
     """One tensor as safetensors files of an architecture have it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class WeightSpec(NamedTuple):
@@ -35,76 +35,95 @@ class WeightSpec(NamedTuple):
     parts: tuple[TensorSpec, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
     def numel(self) -> int:
-        return sum(math.prod(part.shape) for part in self.parts)
+        return math.prod(self.shape)
 
 
-def stack(name: str, *parts: tuple[str, *tuple[int, ...]]) -> WeightSpec:
+def stack(name: str, *parts: tuple[str, *Shape]) -> WeightSpec:
     """The model's `name`, and of each part its name in safetensors files and its shape."""
     return WeightSpec(name, tuple(TensorSpec(part[0], part[1:]) for part in parts))
 
 
+def linear(name: str, width: int, has_bias: bool, *modules: tuple[str, int]) -> list[WeightSpec]:
+    """A stack of linear modules over `width` values, by their names in files and their rows; and the stack of
+    their biases if they have some."""
+    biases = [stack(f"{name}_bias", *((f"{module}.bias", rows) for module, rows in modules))]
+    weight = stack(name, *((f"{module}.weight", rows, width) for module, rows in modules))
+    return [weight, *(biases if has_bias else ())]
+
+
 class Architecture:
-    """One architecture. A subclass states the first two names and `layer`, and overrides what else is
-    different."""
+    """One architecture. A subclass states the first two names and overrides what else is different."""
 
     # `ModelConfig.architecture`, `model_type` in config.json, `general.architecture` in GGUF files
-    name: ClassVar[str]
-    config_name: ClassVar[str]  # in `architectures` of config.json
-    presets: ClassVar[Mapping[str, ModelConfig]] = {}  # dimensions that users can ask for by name
-    model: ClassVar[type[Decoder]] = Decoder
-    # fields of config.json to the biases of ModelConfig that they turn on
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    in_gguf: ClassVar[bool] = True  # whether GGUF files call it by its name
-    rotates_partly: ClassVar[bool] = False  # whether its heads may turn in part (`partial_rotary_factor`)
+    name: str
+    config_name: str  # in `architectures` of config.json
+    # the biases of ModelConfig that `attention_bias` and `mlp_bias` of config.json turn on
+    attention_biases: tuple[str, ...] = ()
+    mlp_biases: tuple[str, ...] = ()
+    fixed_biases: tuple[str, ...] = ()  # that every model has
+    # How configs state windows. none: they are refused; stated: by `sliding_window`; usual: the same, 4096
+    # where a config does not say it; switched: if `use_sliding_window`, from layer `max_window_layers` on.
+    window_rule = "none"
+    in_gguf = True  # whether GGUF files call it by its name
+    fused = False  # whether files have q, k and v in one matrix, and gate and up in another
+    norms_heads = False  # whether q and k are normalised per head before they are rotated
+    derives_head_dim = True  # whether config.json may leave out the width of heads
+    rotates_partly = False  # whether its heads may turn in part (`partial_rotary_factor`)
     # endings of names: in GGUF files the halves of their heads are interleaved
-    interleaved_in_gguf: ClassVar[tuple[str, ...]] = ()
+    interleaved_in_gguf: tuple[str, ...] = ()
 
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        """The tensors of one layer, in the order in which a forward pass meets them. The model's names are
-        fields of `DecoderLayer`, those of files are without "model.layers.N.". Order and names are part of
-        the digest. Here as Llama has them: q, k, v, gate and up one by one, with the biases that the config
-        asks for."""
-        hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
-        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-        qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
-        gate_up = (("mlp.gate_proj", ffn), ("mlp.up_proj", ffn))
+    def layer_kind(self, config: ModelConfig, index: int) -> type[DecoderLayer]:
+        """The class that computes layer `index`. Its fields are the names of `layer`."""
+        return DecoderLayer
+
+    def layer(self, config: ModelConfig, index: int = 0) -> tuple[WeightSpec, ...]:
+        """The tensors of layer `index`, in the order in which a forward pass meets them; names in files are
+        without "model.layers.N.". Order and names are part of the digest."""
         return (
-            stack("attn_norm", ("input_layernorm.weight", hidden)),
-            stack("qkv", *((f"{name}.weight", rows, hidden) for name, rows in qkv)),
-            *(
-                [stack("qkv_bias", *((f"{name}.bias", rows) for name, rows in qkv))]
-                if config.qkv_bias
-                else ()
-            ),
-            stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
-            *([stack("out_bias", ("self_attn.o_proj.bias", hidden))] if config.out_bias else ()),
-            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
-            stack("gate_up", *((f"{name}.weight", rows, hidden) for name, rows in gate_up)),
-            *(
-                [stack("gate_up_bias", *((f"{name}.bias", rows) for name, rows in gate_up))]
-                if config.mlp_bias
-                else ()
-            ),
-            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
-            *([stack("down_bias", ("mlp.down_proj.bias", hidden))] if config.mlp_bias else ()),
+            stack("attn_norm", ("input_layernorm.weight", config.hidden)),
+            *self.attention(config),
+            stack("ffn_norm", ("post_attention_layernorm.weight", config.hidden)),
+            *self.mlp(config),
         )
+
+    def attention(self, config: ModelConfig) -> Iterator[WeightSpec]:
+        dim, kv_rows = config.head_dim, config.num_kv_heads * config.head_dim
+        q_rows = config.num_heads * dim
+        rows = {"qkv": config.qkv_width} if self.fused else {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        modules = ((f"self_attn.{name}_proj", num) for name, num in rows.items())
+        yield from linear("qkv", config.hidden, config.qkv_bias, *modules)
+        if self.norms_heads:
+            yield from (stack(name, (f"self_attn.{name}.weight", dim)) for name in ("q_norm", "k_norm"))
+        yield from linear("out", q_rows, config.out_bias, ("self_attn.o_proj", config.hidden))
+
+    def mlp(self, config: ModelConfig) -> Iterator[WeightSpec]:
+        ffn = config.ffn
+        rows = {"gate_up": 2 * ffn} if self.fused else {"gate": ffn, "up": ffn}
+        modules = ((f"mlp.{name}_proj", num) for name, num in rows.items())
+        yield from linear("gate_up", config.hidden, config.mlp_bias, *modules)
+        yield from linear("down", ffn, config.mlp_bias, ("mlp.down_proj", config.hidden))
 
     def layout(self, config: ModelConfig) -> Iterator[WeightSpec]:
         """Every tensor of the model, in the order in which a forward pass meets them."""
         yield stack("embed", (f"{EMBED}.weight", config.vocab, config.hidden))
-        layer = self.layer(config)
         for i in range(config.num_layers):
-            for weight in layer:
+            for weight in self.layer(config, i):
                 parts = (TensorSpec(f"model.layers.{i}.{part.name}", part.shape) for part in weight.parts)
                 yield WeightSpec(f"layers.{i}.{weight.name}", tuple(parts))
         yield stack("norm", (f"{NORM}.weight", config.hidden))
         if not config.tied_embeddings:
             yield stack("head", (f"{HEAD}.weight", config.vocab, config.hidden))
+
+    def model(
+        self, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps, digest: bytes
+    ) -> Decoder:
+        kinds = [self.layer_kind(config, index) for index in range(config.num_layers)]
+        return Decoder(config, weights, ops, digest, kinds)
 
     def is_redundant(self, tensor: str, config: ModelConfig) -> bool:
         """Old files store the rotary frequencies, and some repeat a tied output matrix; both can be
@@ -113,22 +132,21 @@ class Architecture:
             tensor == f"{HEAD}.weight" and config.tied_embeddings
         )
 
-    def parse_config(self, raw: Mapping[str, Any], where: str) -> ModelConfig:
+    def parse_config(self, raw: Json, where: str) -> ModelConfig:
         """The dimensions in a parsed config.json; `where` names it in errors. Refuses fields that would
         change the mathematics."""
-        _refuse_unsupported(raw, where)
         fields = Fields(raw, where)
-        heads = fields.count("num_attention_heads")
+        _refuse_unsupported(fields)
+        heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
         kv_heads = fields.count("num_key_value_heads", heads)
-        hidden = fields.count("hidden_size")
-        head_dim = fields.count("head_dim", self.default_head_dim(hidden, heads))
+        head_dim = fields.count("head_dim", hidden // heads if self.derives_head_dim else None)
         fields.need(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} KV heads")
         fields.need(head_dim % 2 == 0, f"head_dim {head_dim} is odd, so its halves cannot be rotated")
         num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
-        rope = parse_rope(raw, head_dim, MAX_POSITION, where)
-        if rope["rotary_dim"] and not self.rotates_partly:
-            raise ModelError(f"{where}: partial_rotary_factor is not supported, whole heads are rotated")
-        windows = self.windows(raw, num_layers, where)
+        rope = parse_rope(fields, head_dim, MAX_POSITION)
+        whole = self.rotates_partly or not rope["rotary_dim"]
+        fields.need(whole, "partial_rotary_factor is not supported, whole heads are rotated")
+        windows = self.windows(fields, num_layers)
         return ModelConfig(
             architecture=self.name,
             num_layers=num_layers,
@@ -142,41 +160,50 @@ class Architecture:
             tied_embeddings=fields.flag("tie_word_embeddings", False),
             eos_ids=token_ids(raw.get("eos_token_id"), f"eos_token_id in {where}"),
             windows=windows if any(window and window < rope["max_position"] for window in windows) else (),
-            **{**rope, **self.biases(fields)},
+            **rope,
+            **self.biases(fields),
         )
 
-    def default_head_dim(self, hidden: int, heads: int) -> int | None:
-        """Where config.json does not say it. None: it must."""
-        return hidden // heads
-
-    def biases(self, fields: Fields) -> dict[str, bool]:
+    def biases(self, fields: Fields) -> Json:
         """The fields of ModelConfig that say which projections have a bias."""
-        for name in {"attention_bias", "mlp_bias"} - self.bias_fields.keys():
-            fields.need(
-                not fields.flag(name, False),
-                f"{name} is true, but {self.config_name} with such a bias is not supported",
-            )
-        return {
-            bias: fields.flag(name, False) for name, biases in self.bias_fields.items() for bias in biases
-        }
+        found: dict[str, Any] = dict.fromkeys(self.fixed_biases, True)
+        for name, biases in (("attention_bias", self.attention_biases), ("mlp_bias", self.mlp_biases)):
+            is_on = fields.flag(name, False)
+            refused = f"{name} is true, but {self.config_name} with such a bias is not supported"
+            fields.need(biases or not is_on, refused)
+            found |= dict.fromkeys(biases, is_on)
+        return found
 
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        """`ModelConfig.windows`. Here a window is refused; an architecture with windows says how its config
-        states them."""
-        layer_types = raw.get("layer_types") or []
-        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-            raise ModelError(
-                f"{where}: sliding-window attention (layer_types) is not supported in {self.config_name}"
-            )
-        if raw.get("use_sliding_window", raw.get("sliding_window") is not None):
-            raise ModelError(
-                f"{where}: sliding-window attention (sliding_window) is not supported in {self.config_name}"
-            )
-        return ()
+    def windows(self, fields: Fields, num_layers: int) -> Shape:
+        """`ModelConfig.windows`, by `window_rule`."""
+        raw, rule = fields.raw, self.window_rule
+        known, kinds = ("full_attention", "sliding_attention"), raw.get("layer_types")
+        if rule == "none":
+            stated = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
+            whole = not kinds or (isinstance(kinds, list) and all(kind == known[0] for kind in kinds))
+            for name, is_stated in (("layer_types", not whole), ("sliding_window", stated)):
+                refused = f"sliding-window attention ({name}) is not supported in {self.config_name}"
+                fields.need(not is_stated, refused)
+            return ()
+        if rule == "switched" and not fields.flag("use_sliding_window", False):
+            return ()
+        first = raw.get("max_window_layers", 28) if rule == "switched" else 0
+        good = isinstance(first, int) and first >= 0
+        fields.need(good, f"max_window_layers must be a number of layers, got {first!r}")
+        if kinds is None:
+            kinds = [known[layer >= first] for layer in range(num_layers)]
+        good = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in known for kind in kinds)
+        must = f"layer_types must be {' or '.join(known)} for each of {num_layers} layers"
+        fields.need(good, f"{must}, got {kinds!r}")
+        window = raw.get("sliding_window", None if rule == "stated" else 4096)
+        if known[1] not in kinds or window is None:
+            return ()
+        window = fields.count("sliding_window", window)
+        return tuple(window if kind == known[1] else 0 for kind in kinds)
 
     def config_of_gguf(
-        self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
-    ) -> dict[str, Any]:
+        self, metadata: Json, tensors: Container[str], factors: RopeFactors, where: str
+    ) -> Json:
         """The config.json that the metadata and the names of `tensors` of a GGUF file amount to; `factors`
         are its tensors of rotary factors."""
 
@@ -186,8 +213,8 @@ class Architecture:
         if entry("expert_count", 0):
             raise ModelError(f"{where}: experts (expert_count) are not supported")
         heads, hidden = entry("attention.head_count"), entry("embedding_length")
-        derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-        head_dim = entry("attention.key_length") or derived
+        known = isinstance(hidden, int) and isinstance(heads, int) and heads
+        head_dim = entry("attention.key_length") or (hidden // heads if known else None)
         if entry("attention.value_length", head_dim) != head_dim:
             raise ModelError(f"{where}: keys and values of unequal width are not supported")
         rotated = entry("rope.dimension_count", head_dim)
@@ -217,10 +244,10 @@ class Architecture:
         }
 
 
-def token_ids(value: Any, what: str) -> tuple[int, ...]:
+def token_ids(value: Any, what: str) -> Shape:
     """One id, a list of ids or nothing, as config files spell it."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+    if not all(is_number(id, int) and id >= 0 for id in ids):
         raise ModelError(f"{what} must be a token id or a list of them, got {value!r}")
     return tuple(dict.fromkeys(ids))
 
@@ -228,70 +255,25 @@ def token_ids(value: Any, what: str) -> tuple[int, ...]:
 # Fields of other and derived architectures that would change a layer's computation, with the values that
 # change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier"), (1,)),
+    **dict.fromkeys(
+        ("lm_head_bias", "rope_interleaved", "qk_layernorm", "use_qk_norm", "use_mrope"), (False,)
+    ),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("num_experts", "num_local_experts", "alibi"), (0,)),
     "attention_multiplier": (),
-    "logits_scaling": (1, 1.0),
-    "logit_scale": (1, 1.0),
-    "embedding_multiplier": (1, 1.0),
-    "residual_multiplier": (1, 1.0),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
     "no_rope_layers": ([],),
-    "lm_head_bias": (False,),
-    "rope_interleaved": (False,),
-    "qk_layernorm": (False,),
-    "use_qk_norm": (False,),
-    "use_mrope": (False,),
-    "alibi": (False,),
 }
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
-    if raw.get("quantization_config") is not None:
-        raise ModelError(
-            f"{where}: quantized weights (quantization_config) are not supported; use the original weights "
-            "or a GGUF file"
-        )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu")
-    for name, neutral in _NEUTRAL.items():
-        if raw.get(name) is not None and raw[name] not in neutral:
-            raise ModelError(f"{where}: {name} is {raw[name]!r}, which is not supported")
-
-
-def stated_windows(raw: Mapping[str, Any], num_layers: int, first: int, where: str) -> tuple[int, ...]:
-    """`ModelConfig.windows` where `sliding_window` alone says that there are some: in the layers that
-    `layer_types` names, or from `first` on."""
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        layers = [layer >= first for layer in range(num_layers)]
-    else:
-        known = {"full_attention": False, "sliding_attention": True}
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != num_layers
-            or any(kind not in known for kind in kinds)
-        ):
-            raise ModelError(
-                f"{where}: layer_types must be {' or '.join(known)} for each of {num_layers} layers, got "
-                f"{kinds!r}"
-            )
-        layers = [known[kind] for kind in kinds]
-    if not any(layers) or raw.get("sliding_window") is None:
-        return ()
-    window = Fields(raw, where).count("sliding_window")
-    return tuple(window if is_windowed else 0 for is_windowed in layers)
-
-
-def switched_windows(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    """The same where `use_sliding_window` turns windows on, from layer `max_window_layers` on."""
-    fields = Fields({"sliding_window": 4096, "max_window_layers": 28, **raw}, where)
-    if not fields.flag("use_sliding_window", False):
-        return ()
-    first = raw.get("max_window_layers", 28)
+def _refuse_unsupported(fields: Fields) -> None:
+    raw = fields.raw
     fields.need(
-        isinstance(first, int) and first >= 0, f"max_window_layers must be a number of layers, got {first!r}"
+        raw.get("quantization_config") is None,
+        "quantized weights (quantization_config) are not supported; use the original weights or a GGUF file",
     )
-    return stated_windows({"sliding_window": 4096, **raw}, num_layers, first, where)
+    act = raw.get("hidden_act", "silu")
+    fields.need(act in ("silu", "swish"), f"hidden_act {act!r} is not supported, only silu")
+    for name, neutral in _NEUTRAL.items():
+        known = raw.get(name) is None or raw[name] in neutral
+        fields.need(known, f"{name} is {raw.get(name)!r}, which is not supported")

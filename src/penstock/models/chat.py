@@ -18,10 +18,13 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import InvalidRequest, ModelError
+from penstock.models.fields import Json
 
 # characters without a meaning: they stand for one that must not be recognised
 PRIVATE = range(0xF0000, 0xFFFFE)
-_DISGUISES = "characters_in_disguise"  # among a template's variables
+# a template's variables: what the server gives, and the characters that stand for others
+_GIVEN = ("messages", "add_generation_prompt", "tools", "documents")
+_DISGUISES = "characters_in_disguise"
 
 
 class Rendering(NamedTuple):
@@ -29,7 +32,7 @@ class Rendering(NamedTuple):
 
     answers: bool = True  # the prompt ends where the assistant's next message begins
     continues: bool = False  # it ends where the text of the last message does
-    variables: Mapping[str, Any] = {}
+    variables: Json = {}  # noqa: RUF012
 
 
 ANSWERED = Rendering()
@@ -69,15 +72,7 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
         self.takes_tools = "tools" in self.variables
         self.special_tokens = dict(special_tokens)
-        self._own = {
-            "messages",
-            "add_generation_prompt",
-            "tools",
-            "documents",
-            _DISGUISES,
-            *special_tokens,
-            *environment.globals,
-        }
+        self._own = {*_GIVEN, _DISGUISES, *special_tokens, *environment.globals}
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
 
     @property
@@ -90,7 +85,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Json],
         add_generation_prompt: bool,
         disguises: str = "",
         tools: Tools | None = None,
@@ -100,12 +95,8 @@ class ChatTemplate:
             # after the last message's text: what a template strips ends before it
             mark = chr(secrets.choice(PRIVATE))
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
-        given = {
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt and how.answers and not how.continues,
-            "tools": tools,
-            "documents": None,
-        }
+        answers = add_generation_prompt and how.answers and not how.continues
+        given = dict(zip(_GIVEN, (messages, answers, tools, None), strict=True))
         try:
             text = self.of(tools)._template.render(
                 {**how.variables, **given, **self.special_tokens, _DISGUISES: disguises}
@@ -131,24 +122,17 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat_template_kwargs cannot set {own[0]}: the server does", "chat_template_kwargs"
             )
-        texts: list[str] = []
-
-        def heard(text: str) -> str:
-            texts.append(text)
-            return text
-
-        _changed({"": dict(how.variables)}, heard)
-        starts = {control[0] for control in controls}
-        if bad := next((start for start in sorted(starts) if any(start in text for text in texts)), None):
-            message = (
-                f"text in chat_template_kwargs cannot have the character {bad!r}: special tokens of this "
-                "model begin with it"
+        said = _said([{"": how.variables}])
+        if bad := sorted({control[0] for control in controls if control[0] in said}):
+            raise InvalidRequest(
+                f"text in chat_template_kwargs cannot have the character {bad[0]!r}: special tokens of this "
+                "model begin with it",
+                "chat_template_kwargs",
             )
-            raise InvalidRequest(message, "chat_template_kwargs")
 
     def render_apart(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Json],
         add_generation_prompt: bool,
         controls: Sequence[str],
         tools: Tools | None = None,
@@ -160,15 +144,7 @@ class ChatTemplate:
         still assemble one from pieces of text. The count shows that: a conversation of the same shape without
         text must have as many.
         """
-        texts: list[str] = []
-
-        def heard(text: str) -> str:
-            texts.append(text)
-            return text
-
-        for one in (*messages, *(tools or ())):
-            _changed(one, heard)
-        said = "\0".join(texts)
+        said = _said([*messages, *(tools or ())])
         spelled = [control for control in controls if control in said]
         disguises = _disguises(said, {control[0] for control in spelled})
 
@@ -180,15 +156,13 @@ class ChatTemplate:
 
         (blank,) = _disguises(said, {" "}).values()
 
-        def all_of(change: Callable[[str], str]) -> tuple[list[Any], Tools | None]:
-            return [_changed(message, change) for message in messages], None if tools is None else [
-                _changed(tool, change) for tool in tools
-            ]
+        def rendered_with(change: Callable[[str], str], disguises: str = "") -> str:
+            changed = [_changed(message, change) for message in messages]
+            changed_tools = tools and [_changed(tool, change) for tool in tools]
+            return self.render(changed, add_generation_prompt, disguises, changed_tools, how)
 
-        given, given_tools = all_of(disguised) if spelled else (messages, tools)
-        rendered = self.render(given, add_generation_prompt, "".join(disguises.values()), given_tools, how)
-        said_nothing, no_tools = all_of(lambda text: _silenced(text, blank))
-        silent = self.render(said_nothing, add_generation_prompt, tools=no_tools, how=how)
+        rendered = rendered_with(disguised, "".join(disguises.values()))
+        silent = rendered_with(lambda text: _silenced(text, blank))
         if any(rendered.count(control) != silent.count(control) for control in controls):
             raise InvalidRequest(
                 "the chat template would make control tokens of what these messages say", "messages"
@@ -209,7 +183,7 @@ class Rendered(NamedTuple):
         return part
 
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Json]
 
 # Words that templates read: names of fields, and kinds of values. They cannot spell a control token.
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
@@ -230,6 +204,19 @@ def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
             made[new] = item if name == "role" and not depth else _changed(item, change, depth + 1)
         return made
     return [_changed(item, change, depth + 1) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _said(values: Sequence[Json]) -> str:
+    """Every string in messages or tools that their writer chose."""
+    texts: list[str] = []
+
+    def heard(text: str) -> str:
+        texts.append(text)
+        return text
+
+    for value in values:
+        _changed(value, heard)
+    return "\0".join(texts)
 
 
 def _disguises(said: str, characters: set[str]) -> dict[str, str]:

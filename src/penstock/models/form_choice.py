@@ -7,13 +7,14 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -62,22 +63,16 @@ class Measurement:
         """The fastest. None: float32 alone."""
         most, one = self.ms[str(ROWS[-1])], self.ms["1"]
         wide = "bfloat16" if most["bfloat16"] < most["float32"] else "float32"
-        few, few_of_4 = (
-            self._rows_won("int8", wide),
-            self._rows_won("int4", wide) if "int4" in one and one["int4"] < one["int8"] else 0,
-        )
-        return (
-            None if few == few_of_4 == 0 and wide == "float32" else Forms(getattr(torch, wide), few, few_of_4)
-        )
+        of_4 = self._rows_won("int4", wide) if one.get("int4", math.inf) < one["int8"] else 0
+        forms = Forms(getattr(torch, wide), self._rows_won("int8", wide), of_4)
+        return None if forms == Forms(torch.float32) else forms
 
     def _rows_won(self, narrow: str, wide: str) -> int:
         """Up to how many rows `narrow` is the faster of the two; one that loses in between ends there."""
-        won = 0
-        for rows in ROWS[:-1]:
-            if self.ms[str(rows)][narrow] >= self.ms[str(rows)][wide]:
-                break
-            won = rows
-        return won
+        times = ((rows, self.ms[str(rows)]) for rows in ROWS[:-1])
+        return max(
+            (rows for rows, ms in takewhile(lambda item: item[1][narrow] < item[1][wide], times)), default=0
+        )
 
 
 def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms | None:
@@ -88,12 +83,8 @@ def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms
             "--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded "
             "to 4 bits"
         )
-    named = {
-        "int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS),
-        "int8": Forms(torch.bfloat16, FEW_ROWS),
-        "bfloat16": Forms(torch.bfloat16),
-    }
-    return named.get(weights)
+    few, of_4 = FEW_ROWS * (weights in ("int4", "int8")), FEW_ROWS * (weights == "int4")
+    return None if weights == "float32" else Forms(torch.bfloat16, few, of_4)
 
 
 def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:
@@ -159,15 +150,11 @@ def kept_measurement(config: ModelConfig) -> Measurement | None:
     """None: there is none for this machine and this shape, or it cannot be read."""
     try:
         raw = json.loads(_file(config).read_bytes())
-        found = Measurement(
-            raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"], raw["others"]
-        )
-        if (found.cpu, found.torch, found.threads, found.shape) != _place(config):
-            return None
+        found = Measurement(**{**raw, "shape": tuple(raw["shape"])})
         _ = found.forms  # raises where a figure is missing
-        return found
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found if astuple(found)[:4] == _place(config) else None
 
 
 def measure(
@@ -221,28 +208,20 @@ def _ones(shape: tuple[int, int], forms: Forms) -> Matrix:
 
 
 def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
-    return (
-        cpu_name(),
-        str(torch.__version__),
-        torch.get_num_threads(),
-        (config.hidden, config.qkv_width, config.ffn),
-    )
+    shape = (config.hidden, config.qkv_width, config.ffn)
+    return cpu_name(), str(torch.__version__), torch.get_num_threads(), shape
 
 
 def _file(config: ModelConfig) -> Path:
-    key = hashlib.blake2b(
-        repr((_place(config), ROWS, tuple(_CANDIDATES))).encode(), digest_size=16
-    ).hexdigest()
-    return cache_dir() / "forms" / f"{key}.json"
+    place = repr((_place(config), ROWS, tuple(_CANDIDATES))).encode()
+    return cache_dir() / "forms" / f"{hashlib.blake2b(place, digest_size=16).hexdigest()}.json"
 
 
 def _keep(found: Measurement, file: Path) -> None:
     """A folder that cannot be written costs a measurement at every start, and nothing else."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix="tmp-", delete=False) as temporary:
-            json.dump(asdict(found), temporary, indent=1)
-        os.replace(temporary.name, file)
+        file.write_text(json.dumps(asdict(found), indent=1))  # half a file cannot be read, and is none
     except OSError as error:
         log.warning(
             "what was measured of this CPU cannot be kept in %s, and is measured again at the next start: %s",

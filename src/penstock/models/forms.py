@@ -9,7 +9,6 @@ computed it. Any matrix may be rounded to 8 bits; 4 bits are only for matrices t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from penstock.models.fields import Shape
 
 _LARGEST = 127.0  # of 8 bits with a sign: symmetric, so that a scale is all that a row needs
 _LEAST_STEP = 1e-30  # bfloat16 has it
@@ -48,28 +49,27 @@ class Forms:
         """Names the values of the weights, for keys. Numbers of rows are not among them: they choose between
         two products of the same values. Steady ones are: KV that is the same bits each time is not mixed with
         KV that is not."""
-        names = [name for name, _ in self._narrow] + [str(self.wide).removeprefix("torch.")]
-        return "+".join([*names, "steady"] if self.steady else names)
+        return "+".join([*self._narrow, self._wide, *(["steady"] if self.steady else [])])
 
     def made_steady(self) -> Forms:
         """The same values, in the form of few rows for all of them."""
-        return Forms(
-            self.wide, _EVERY if self.few_rows else 0, _EVERY if self.few_rows_of_4 else 0, steady=True
-        )
+        few, few_of_4 = (_EVERY if rows else 0 for rows in (self.few_rows, self.few_rows_of_4))
+        return Forms(self.wide, few, few_of_4, steady=True)
 
     def __str__(self) -> str:
         if self.steady:
-            names = " and ".join(name for name, _ in self._narrow) or str(self.wide).removeprefix("torch.")
-            return f"{names} for any number of rows"
-        narrow = " and ".join(f"{name} for up to {rows} rows" for name, rows in self._narrow)
-        name = str(self.wide).removeprefix("torch.")
-        return f"{narrow}, {name} for more" if narrow else name
+            return f"{' and '.join(self._narrow) or self._wide} for any number of rows"
+        narrow = " and ".join(f"{name} for up to {rows} rows" for name, rows in self._narrow.items())
+        return f"{narrow}, {self._wide} for more" if narrow else self._wide
 
     @property
-    def _narrow(self) -> list[tuple[str, int]]:
-        return [
-            (name, rows) for name, rows in (("int4", self.few_rows_of_4), ("int8", self.few_rows)) if rows
-        ]
+    def _wide(self) -> str:
+        return str(self.wide).removeprefix("torch.")
+
+    @property
+    def _narrow(self) -> dict[str, int]:
+        rows = {"int4": self.few_rows_of_4, "int8": self.few_rows}
+        return {name: num for name, num in rows.items() if num}
 
     def of(self, in_4_bits: Collection[str]) -> Forms:
         """For a file that has the matrices `in_4_bits` so: where there are none, its values are those of the
@@ -77,25 +77,20 @@ class Forms:
         return self if in_4_bits else replace(self, few_rows_of_4=0)
 
     def num_bytes(
-        self, shapes: Iterable[tuple[str, tuple[int, ...]]], tied: bool, in_4_bits: Collection[str] = ()
+        self, shapes: Iterable[tuple[str, Shape]], tied: bool, in_4_bits: Collection[str] = ()
     ) -> int:
         """Of a model's weights in memory, by their names and shapes."""
-        total = 0
+        total, width = 0, self.wide.itemsize
         for name, shape in shapes:
+            values, rows = math.prod(shape), shape[0]
             if len(shape) == 1:
-                total += 4 * shape[0]
+                total += 4 * values
             elif self.few_rows_of_4 and name in in_4_bits:
-                total += (
-                    math.prod(shape) * (not self.steady) * self.wide.itemsize
-                    + math.prod(shape) // 2
-                    + 4 * math.prod(shape) // GROUP
-                )
+                total += values // 2 + 4 * values // GROUP + (not self.steady) * width * values
             else:
                 narrow, wide = self.held(name, shape[1], tied)
-                total += math.prod(shape) * (narrow + wide * self.wide.itemsize) + 2 * narrow * shape[0]
-                is_exact = name in ("embed", "head") and narrow and not wide
-                # the head once more, in oneDNN's order
-                total += math.prod(shape) + 8 * shape[0] if is_exact else 0
+                twice = narrow and not wide and name in ("embed", "head")  # once more, in oneDNN's order
+                total += values * (narrow + twice + wide * width) + rows * (2 * narrow + 8 * twice)
         return total
 
     def held(self, name: str, width: int, tied: bool) -> tuple[bool, bool]:
@@ -119,7 +114,7 @@ class Quants(NamedTuple):
     zero: Tensor  # the same
 
 
-def takes_4_bits(shape: tuple[int, ...]) -> bool:
+def takes_4_bits(shape: Shape) -> bool:
     """Whether the product of 4 bits takes a matrix of this shape."""
     return len(shape) == 2 and shape[0] % _ALIGNED_ROWS == 0 and shape[1] % GROUP == 0
 
@@ -146,28 +141,23 @@ class Matrix:
         # the numbers in oneDNN's order, scales and zeros of rows; made by `logits`
         self.tiled: tuple[Tensor, Tensor, Tensor] | None = None
         self.few_rows = few_rows
-        in_4_bits = (
-            (packed.shape[0], 2 * packed.shape[1]) if packed is not None and self.is_in_4_bits else None
-        )
-        self.shape = in_4_bits or next(tuple(tensor.shape) for tensor in (wide, packed) if tensor is not None)
+        self.shape = next(tuple(tensor.shape) for tensor in (wide, packed) if tensor is not None)
+        if wide is None and self.is_in_4_bits:
+            self.shape = self.shape[0], 2 * self.shape[1]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [
-            tensor
-            for tensor in (self.packed, self.scale, self.wide, *(self.tiled or ()))
-            if tensor is not None
-        ]
+        held = (self.packed, self.scale, self.wide, *(self.tiled or ()))
+        return [tensor for tensor in held if tensor is not None]
 
     def split(self, sizes: Sequence[int]) -> list[Matrix]:
         """Its rows in parts that share its memory, to be filled one by one. One in 4 bits is made in one
         piece."""
         assert not self.is_in_4_bits
-        ends = itertools.accumulate(sizes)
-        spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         held = (self.packed, self.scale, self.wide)
-        parts = ([None if tensor is None else tensor[span] for tensor in held] for span in spans)
-        return [Matrix(packed, scale, wide, self.few_rows, self.steady) for packed, scale, wide in parts]
+        parts = ([None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in held)
+        rows = zip(*parts, strict=True)
+        return [Matrix(packed, scale, wide, self.few_rows, self.steady) for packed, scale, wide in rows]
 
     def fill(self, rows: slice, values: Tensor) -> None:
         """Round float32 `values` [rows, in] to its forms."""
@@ -195,11 +185,7 @@ class Matrix:
                 return torch._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale)
             return torch._weight_int8pack_mm(x.bfloat16(), self.packed, self.scale)
         assert self.wide is not None
-        return (
-            _in_tiles(x.to(self.wide.dtype), self.wide)
-            if self.steady
-            else F.linear(x.to(self.wide.dtype), self.wide)
-        )
+        return (_in_tiles if self.steady else F.linear)(x.to(self.wide.dtype), self.wide)
 
     def logits(self, x: Tensor) -> Tensor:
         """`product` for the output head, whose results are compared with each other: bfloat16 would tie
@@ -229,20 +215,18 @@ class Matrix:
         if self.packed is None or self.scale is None:
             assert self.wide is not None
             return F.embedding(tokens, self.wide).float()
-        return (
-            self.packed.index_select(0, tokens).float().mul_(self.scale.index_select(0, tokens).unsqueeze(1))
-        )
+        numbers, scale = (part.index_select(0, tokens) for part in (self.packed, self.scale))
+        return numbers.float().mul_(scale.unsqueeze(1))
 
 
-def empty_matrix(name: str, shape: tuple[int, ...], tied: bool, forms: Forms) -> Matrix:
+def empty_matrix(name: str, shape: Shape, tied: bool, forms: Forms) -> Matrix:
     """Room for one matrix of a model, whose embeddings are perhaps `tied` to its head."""
-    narrow, wide = forms.held(name, shape[1], tied)
-    packed = torch.empty(shape, dtype=torch.int8) if narrow else None
-    scale = torch.empty(shape[0], dtype=torch.bfloat16) if narrow else None
-    few_rows = forms.few_rows if narrow else 0
-    return Matrix(
-        packed, scale, torch.empty(shape, dtype=forms.wide) if wide else None, few_rows, forms.steady
-    )
+    is_narrow, is_wide = forms.held(name, shape[1], tied)
+    wide = torch.empty(shape, dtype=forms.wide) if is_wide else None
+    if not is_narrow:
+        return Matrix(None, None, wide, 0, forms.steady)
+    scale = torch.empty(shape[0], dtype=torch.bfloat16)
+    return Matrix(torch.empty(shape, dtype=torch.int8), scale, wide, forms.few_rows, forms.steady)
 
 
 def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:

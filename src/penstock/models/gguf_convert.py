@@ -16,26 +16,30 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import gguf
 import torch
+from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.architecture import TensorSpec
 from penstock.models.embedded import cache_dir
+from penstock.models.fields import Fields
 from penstock.models.forms import Forms, Quants, matrix_of_quants, takes_4_bits
-from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf_file import GgufFile, GgufTensor
 from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest
 from penstock.models.model import ModelConfig, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
 from penstock.models.rotary import FACTOR_TENSORS
-from penstock.models.tokenizer_files import tokenizer_files
+from penstock.models.tokenizer import Tokenizer
+from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
 from penstock.models.weights import (
     DTYPES,
     check_tensors,
     each_weight,
     empty_formed,
+    fill,
     listed,
-    put_rows,
     read_json,
     tensor_digest,
 )
@@ -59,29 +63,27 @@ class GgufModel:
     are there, in the shapes that the model has."""
 
     def __init__(self, file: WeightFile) -> None:
-        source, self._where = GgufFile(file), str(file.path)
-        self._source = source
-        factors = {
-            name: source.numbers(source.tensors[name]) for name in FACTOR_TENSORS if name in source.tensors
-        }
-        self.config_json = config_of_gguf(source.metadata, source.tensors, factors, self._where)
+        self._source, self._where = GgufFile(file), str(file.path)
+        metadata, tensors = self._source.metadata, self._source.tensors
+        factors = {name: self._source.numbers(tensors[name]) for name in FACTOR_TENSORS if name in tensors}
+        self.config_json = config_of_gguf(metadata, tensors, factors, self._where)
         self.config = parse_config(self.config_json, self._where)
         names = _names(self.config)
         # One without a place stays, and is found unexpected.
         self._tensors = {
-            names.get(name, name): tensor
-            for name, tensor in source.tensors.items()
-            if name not in FACTOR_TENSORS
+            names.get(name, name): tensor for name, tensor in tensors.items() if name not in factors
         }
-        found = {
-            name: (tensor.shape, source.encoding(tensor).dtype) for name, tensor in self._tensors.items()
-        }
+        found = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
         check_tensors(found, self.config, file.path)
-        for tensor in self._tensors.values():  # all there, before any is written
-            source.check_inside(tensor)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return tokenizer_files(self._source.metadata, self._where)
+
+    def tokenizer(self) -> Tokenizer:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, data in self.tokenizer_files().items():
+                (Path(folder) / name).write_bytes(data)
+            return load_tokenizer(Path(folder), self.config)
 
     def in_4_bits(self) -> frozenset[str]:
         """The model's matrices that can be held in 4 bits without being rounded to them: the file has all
@@ -94,7 +96,7 @@ class GgufModel:
             if weight.name.startswith("layers.")
             and weight.name.rpartition(".")[2] != reordered
             and takes_4_bits(weight.shape)
-            if all(self._source.has_quants(self._tensors[part.name]) for part in weight.parts)
+            and all(self._source.has_quants(self._tensors[part.name]) for part in weight.parts)
         )
 
     def read(self, forms: Forms, progress: Progress) -> dict[str, Weight]:
@@ -104,68 +106,51 @@ class GgufModel:
         weights: dict[str, Weight] = {}
         for weight in each_weight(self.config, "loading weights", progress):
             if weight.name in in_4_bits:
-                pieces = [
-                    piece
-                    for part in weight.parts
-                    for piece in self._source.quants(self._tensors[part.name], self._interleaved(part.name))
-                ]
-                weights[weight.name] = matrix_of_quants(
-                    Quants(*map(torch.cat, zip(*pieces, strict=True))), forms
+                quants = (
+                    piece for part in weight.parts for piece in self._source.quants(*self._of(part.name))
                 )
+                whole = Quants(*map(torch.cat, zip(*quants, strict=True)))
+                weights[weight.name] = matrix_of_quants(whole, forms)
             else:
-                weights[weight.name] = out = empty_formed(weight, self.config, forms)
-                for part, room in zip(
-                    weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True
-                ):
-                    self._fill(room, part.name)
+                weights[weight.name] = empty_formed(weight, self.config, forms)
+                fill(weights[weight.name], weight, self._pieces)
         return weights
 
-    def _fill(self, room: Weight, name: str) -> None:
-        tensor = self._tensors[name]
-        dtype = DTYPES[self._source.encoding(tensor).dtype]
-        for rows, piece in self._source.decoded(tensor, self._interleaved(name)):
-            put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=dtype))
+    def _pieces(self, part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
+        dtype = DTYPES[self._tensors[part.name].dtype]
+        for rows, piece in self._source.decoded(*self._of(part.name)):
+            yield rows, torch.frombuffer(piece, dtype=dtype)
 
     def write(self, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
         """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of
         tensors."""
-        header, total = self._header()
-        file.write(header)
-        content, done = {}, 0
-        for name, tensor in self._tensors.items():
-            digests = []
-            for _, piece in self._source.decoded(tensor, self._interleaved(name)):
-                file.write(piece)
-                digests.append(piece_digest(piece))
-                done += len(piece)
-                progress("converting GGUF to safetensors (once)", done, total)
-            content[name] = tensor_digest(
-                TensorSpec(name, tensor.shape), self._source.encoding(tensor).dtype, digests
-            )
-        return content
-
-    def _header(self) -> tuple[bytes, int]:
-        """A safetensors header, and the bytes of tensor data that follow it."""
         entries: dict[str, Any] = {}
         end = 0
         for name, tensor in self._tensors.items():
-            encoding = self._source.encoding(tensor)
-            start, end = end, end + math.prod(tensor.shape) * encoding.item_bytes
-            entries[name] = {"dtype": encoding.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
-        text = json.dumps(entries).encode()
-        text += b" " * (-(8 + len(text)) % 64)  # tensors start on a cache line
-        return len(text).to_bytes(8, "little") + text, end
+            start, end = end, end + math.prod(tensor.shape) * tensor.item_bytes
+            entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
+        header = json.dumps(entries).encode()
+        header += b" " * (-(8 + len(header)) % 64)  # tensors start on a cache line
+        file.write(len(header).to_bytes(8, "little") + header)
+        content, done = {}, 0
+        for name, tensor in self._tensors.items():
+            digests = []
+            for _, piece in self._source.decoded(*self._of(name)):
+                file.write(piece.data)
+                digests.append(piece_digest(piece))
+                done += piece.nbytes
+                progress("converting GGUF to safetensors (once)", done, end)
+            content[name] = tensor_digest(TensorSpec(name, tensor.shape), tensor.dtype, digests)
+        return content
 
-    def _interleaved(self, name: str) -> int | None:
-        return (
-            self.config.head_dim if name.endswith(architecture_of(self.config).interleaved_in_gguf) else None
-        )
+    def _of(self, name: str) -> tuple[GgufTensor, int | None]:
+        """A tensor, and the width of its heads where their halves are interleaved."""
+        interleaved = name.endswith(architecture_of(self.config).interleaved_in_gguf)
+        return self._tensors[name], self.config.head_dim if interleaved else None
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
     """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
-    import gguf
-
     kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
     if not kinds:
         raise ModelError(f"the installed gguf package does not know the architecture {config.architecture!r}")
@@ -182,28 +167,18 @@ def load_converted(file: HashedFile, load: Load[Loaded], progress: Progress) -> 
     there is none or it is damaged. `load` reports what it has read, and that is compared, so a damaged copy
     is never served."""
     target = cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{CONVERTER_VERSION}"
-    loaded = _load_cached(target, file.digest, load) if target.is_dir() else None
-    return _make(file, target, load, progress) if loaded is None else loaded
-
-
-def _load_cached(target: Path, source: bytes, load: Load[Loaded]) -> Loaded | None:
-    """None: another process has just moved the copy away, or it is damaged."""
     try:
-        return _load_checked(target, source, load)
-    except (ModelError, OSError) as error:
+        if target.is_dir():
+            return _load_checked(target, file.digest, load)
+    except (ModelError, OSError) as error:  # damaged, or another process has just moved it away
         log.warning("the converted copy in %s is not usable and is made again: %s", target, error)
-        return None
+    return _make(file, target, load, progress)
 
 
 def _load_checked(directory: Path, source: bytes, load: Load[Loaded]) -> Loaded:
     manifest = read_json(directory / MANIFEST)
-    files, tensors = manifest.get("files"), manifest.get("tensors")
-    if (
-        manifest.get("source") != source.hex()
-        or not isinstance(files, dict)
-        or not isinstance(tensors, dict)
-        or not files.keys() >= FILES
-    ):
+    files, tensors = (Fields(manifest, MANIFEST).section(name) for name in ("files", "tensors"))
+    if manifest.get("source") != source.hex() or not files.keys() >= FILES:
         raise ModelError(f"{directory / MANIFEST} does not belong to this file")
     foreign = {path.name for path in directory.iterdir()} - files.keys() - {MANIFEST, WEIGHTS}
     if foreign:  # a loader would take an index or a chat template for the model's
@@ -225,14 +200,12 @@ def _make(file: HashedFile, target: Path, load: Load[Loaded], progress: Progress
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target.parent)
-        _discard(target)
-        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix="tmp-"))
-        try:
+        with _temporary(target.parent) as aside, contextlib.suppress(FileNotFoundError):
+            os.rename(target, aside)  # a damaged copy: no reader finds half of it under its name
+        with _temporary(target.parent) as temporary:
             _convert(file, temporary, progress)
             loaded = _load_checked(temporary, file.digest, load)
             _publish(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         where = f"{target.parent}: {error.strerror or error}"
         raise ModelError(
@@ -241,13 +214,13 @@ def _make(file: HashedFile, target: Path, load: Load[Loaded], progress: Progress
     return loaded
 
 
-def _discard(target: Path) -> None:
-    """Away with a copy in one rename, so that no reader finds half of it under its name."""
-    if target.is_dir():
-        aside = Path(tempfile.mkdtemp(dir=target.parent, prefix="tmp-"))
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.rename(target, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+@contextlib.contextmanager
+def _temporary(parent: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir=parent, prefix="tmp-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(temporary: Path, target: Path) -> None:

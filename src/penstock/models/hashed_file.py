@@ -12,10 +12,10 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from penstock.errors import ModelError
 from penstock.models.progress import Progress
@@ -27,7 +27,7 @@ _MAX_THREADS = 16
 _AHEAD = 2  # pieces in memory for each thread: one being read, one waiting for its user
 
 
-def piece_digest(data: bytes | bytearray | memoryview) -> bytes:
+def piece_digest(data: Any) -> bytes:
     """SHA-256, which most processors have instructions for; it lets other threads run meanwhile."""
     return hashlib.sha256(data).digest()
 
@@ -44,12 +44,14 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with self._readable():
             self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        self._found = os.fstat(self._file.fileno())
-        self.num_bytes = self._found.st_size
+        self._stat = self._state()
+        self.num_bytes = self._stat[0]
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
 
     def read(self, start: int, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
@@ -59,25 +61,19 @@ class WeightFile:
     def read_into(self, room: memoryview, start: int) -> None:
         """Fill `room` with what is at `start`; from any thread."""
         done = 0
-        try:
+        with self._readable():
             while done < len(room):
                 num = os.preadv(self._file.fileno(), [room[done:]], start + done)
                 if num == 0:
-                    raise ModelError(
-                        f"{self.path} ends at byte {start + done}: it was cut short while it was read"
-                    )
+                    cut = f"ends at byte {start + done}: it was cut short while it was read"
+                    raise ModelError(f"{self.path} {cut}")
                 done += num
-        except OSError as error:
-            raise self._unreadable(error) from error
 
     def check_unchanged(self) -> None:
         """Raises if the file was written to since it was opened. Digests do not depend on this: it prevents
         running a mix of two models."""
-        now = os.fstat(self._file.fileno())
-        if (now.st_size, now.st_mtime_ns) != (self._found.st_size, self._found.st_mtime_ns):
-            raise ModelError(
-                f"{self.path} was written to while it was read; load it again when it is complete"
-            )
+        if self._state() != self._stat:
+            raise self._changed()
 
     def close(self) -> None:
         self._file.close()
@@ -85,13 +81,18 @@ class WeightFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _unreadable(self, error: OSError) -> ModelError:
-        return ModelError(f"{self.path} cannot be read: {error.strerror or error}")
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    def _changed(self) -> ModelError:
+        return ModelError(f"{self.path} was written to while it was read; load it again when it is complete")
 
 
 class FilePiece(NamedTuple):
@@ -155,21 +156,14 @@ class HashedFile(WeightFile):
         if end > self.num_bytes:
             raise ModelError(f"{self.path} has {self.num_bytes} bytes; {end} are wanted")
         first, at = divmod(start, PIECE_BYTES)
-        if 0 < num_bytes <= PIECE_BYTES - at:  # nearly all: a header is read a few bytes at a time
-            return self._checked(first)[at : at + num_bytes]
-        numbers = range(first, -(-end // PIECE_BYTES))
-        spans = (
-            (number, max(start - number * PIECE_BYTES, 0), end - number * PIECE_BYTES) for number in numbers
-        )
-        return b"".join(self._checked(number)[first:last] for number, first, last in spans)
+        pieces = [self._checked(number) for number in range(first, -(-end // PIECE_BYTES))]
+        return b"".join(pieces)[at : at + num_bytes]  # of one piece there is no copy
 
     def _checked(self, number: int) -> bytes:
         if number != self._at:
             start = number * PIECE_BYTES
             data = super().read(start, min(PIECE_BYTES, self.num_bytes - start))
             if piece_digest(data) != self._digests[number]:
-                raise ModelError(
-                    f"{self.path} was written to while it was read; load it again when it is complete"
-                )
+                raise self._changed()
             self._at, self._piece = number, data
         return self._piece

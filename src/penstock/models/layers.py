@@ -98,13 +98,10 @@ def rope_table(config: ModelConfig) -> Tensor:
         else scaling.frequencies(config.rope_theta, dim)
     )
     angles = torch.arange(config.max_position, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    if scaling is not None and scaling.attention_factor != 1.0:
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    factor = 1.0 if scaling is None else scaling.attention_factor
     still = (config.head_dim - dim) // 2
-    return torch.cat(
-        (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin), dim=-1
-    )
+    cos = F.pad(angles.cos() * factor, (0, still), value=1.0)
+    return torch.cat((cos, F.pad(angles.sin() * factor, (0, still))), dim=-1)
 
 
 def row_order(config: ModelConfig) -> Tensor | None:

@@ -3,9 +3,6 @@ built-in dimensions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from penstock.models.architecture import Architecture
 from penstock.models.model import ModelConfig
 
@@ -42,9 +39,6 @@ TINY_LLAMA = ModelConfig(
 class Llama(Architecture):
     name = "llama"
     config_name = "LlamaForCausalLM"
-    presets: ClassVar[Mapping[str, ModelConfig]] = {"smollm2-135m": SMOLLM2_135M, "tiny-llama": TINY_LLAMA}
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "attention_bias": ("qkv_bias", "out_bias"),
-        "mlp_bias": ("mlp_bias",),
-    }
+    attention_biases = ("qkv_bias", "out_bias")
+    mlp_biases = ("mlp_bias",)
     interleaved_in_gguf = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")

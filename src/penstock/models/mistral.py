@@ -4,18 +4,11 @@ llama, and state no window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.models.architecture import Architecture, stated_windows
-
-_WINDOW = 4096  # where a config does not say; null in it means none
+from penstock.models.architecture import Architecture
 
 
 class Mistral(Architecture):
     name = "mistral"
     config_name = "MistralForCausalLM"
     in_gguf = False
-
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return stated_windows({"sliding_window": _WINDOW, **raw}, num_layers, 0, where)
+    window_rule = "usual"

@@ -4,10 +4,10 @@ windows."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Any
+from collections.abc import Container
 
-from penstock.models.architecture import Architecture, WeightSpec, stack, stated_windows
+from penstock.models.architecture import Architecture
+from penstock.models.fields import Json
 from penstock.models.model import ModelConfig
 from penstock.models.rotary import RopeFactors
 
@@ -17,33 +17,16 @@ _TRAINED = 4096  # tokens: `original_max_position_embeddings` of a config that d
 class Phi3(Architecture):
     name = "phi3"
     config_name = "Phi3ForCausalLM"
-    rotates_partly = True
+    fused = rotates_partly = True
+    window_rule = "stated"
 
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        hidden, ffn = config.hidden, config.ffn
-        return (
-            stack("attn_norm", ("input_layernorm.weight", hidden)),
-            stack("qkv", ("self_attn.qkv_proj.weight", config.qkv_width, hidden)),
-            stack("out", ("self_attn.o_proj.weight", hidden, config.num_heads * config.head_dim)),
-            stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
-            stack("gate_up", ("mlp.gate_up_proj.weight", 2 * ffn, hidden)),
-            stack("down", ("mlp.down_proj.weight", hidden, ffn)),
-        )
-
-    def parse_config(self, raw: Mapping[str, Any], where: str) -> ModelConfig:
+    def parse_config(self, raw: Json, where: str) -> ModelConfig:
         trained = raw.get("original_max_position_embeddings") or _TRAINED
         return super().parse_config({**raw, "original_max_position_embeddings": trained}, where)
 
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return stated_windows(raw, num_layers, 0, where)
-
     def config_of_gguf(
-        self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
-    ) -> dict[str, Any]:
+        self, metadata: Json, tensors: Container[str], factors: RopeFactors, where: str
+    ) -> Json:
+        trained = metadata.get(f"{self.name}.rope.scaling.original_context_length")
         config = super().config_of_gguf(metadata, tensors, factors, where)
-        return {
-            **config,
-            "original_max_position_embeddings": metadata.get(
-                f"{self.name}.rope.scaling.original_context_length"
-            ),
-        }
+        return {**config, "original_max_position_embeddings": trained}

@@ -3,19 +3,11 @@ later layers where the config turns them on. Owns its names, its biases and its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.models.architecture import Architecture, switched_windows
-from penstock.models.fields import Fields
+from penstock.models.architecture import Architecture
 
 
 class Qwen2(Architecture):
     name = "qwen2"
     config_name = "Qwen2ForCausalLM"
-
-    def biases(self, fields: Fields) -> dict[str, bool]:
-        return {**super().biases(fields), "qkv_bias": True}
-
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return switched_windows(raw, num_layers, where)
+    fixed_biases = ("qkv_bias",)
+    window_rule = "switched"

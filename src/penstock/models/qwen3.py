@@ -4,10 +4,8 @@ names, its tensors and its built-in dimensions."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
-from penstock.models.architecture import Architecture, WeightSpec, stack, switched_windows
+from penstock.models.architecture import Architecture
 from penstock.models.model import ModelConfig
 
 QWEN3_4B = ModelConfig(
@@ -41,21 +39,7 @@ TINY_QWEN3 = dataclasses.replace(
 class Qwen3(Architecture):
     name = "qwen3"
     config_name = "Qwen3ForCausalLM"
-    presets: ClassVar[Mapping[str, ModelConfig]] = {
-        "qwen3-4b": QWEN3_4B,
-        "qwen3-0.6b": QWEN3_0_6B,
-        "tiny-qwen3": TINY_QWEN3,
-    }
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias")}
-
-    def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        norms = [stack(name, (f"self_attn.{name}.weight", config.head_dim)) for name in ("q_norm", "k_norm")]
-        weights = super().layer(config)
-        at = [weight.name for weight in weights].index("out")
-        return (*weights[:at], *norms, *weights[at:])
-
-    def default_head_dim(self, hidden: int, heads: int) -> int | None:
-        return None
-
-    def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        return switched_windows(raw, num_layers, where)
+    attention_biases = ("qkv_bias", "out_bias")
+    norms_heads = True
+    derives_head_dim = False
+    window_rule = "switched"

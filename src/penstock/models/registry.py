@@ -4,32 +4,29 @@ means. Owns nothing else: CONTRIBUTING.md says how one is added."""
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
 
 from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.embedded import NAME
-from penstock.models.llama import Llama
+from penstock.models.fields import Json
+from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA, Llama
 from penstock.models.mistral import Mistral
 from penstock.models.model import ModelConfig
 from penstock.models.phi3 import Phi3
 from penstock.models.qwen2 import Qwen2
-from penstock.models.qwen3 import Qwen3
+from penstock.models.qwen3 import QWEN3_0_6B, QWEN3_4B, TINY_QWEN3, Qwen3
 from penstock.models.rotary import RopeFactors
 
-ARCHITECTURES: tuple[Architecture, ...] = (
-    Llama(),
-    Mistral(),
-    Qwen2(),
-    Qwen3(),
-    Phi3(),
-)
+ARCHITECTURES: tuple[Architecture, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Phi3())
 
-_PRESETS = {name: config for architecture in ARCHITECTURES for name, config in architecture.presets.items()}
-# As messages list them: the one with weights, then from large to small.
-BUILT_IN: Mapping[str, ModelConfig] = dict(
-    sorted(_PRESETS.items(), key=lambda item: (item[0] != NAME, -item[1].hidden))
-)
+# Dimensions that users can ask for by name, as messages list them: the one with weights, then by size.
+BUILT_IN: Mapping[str, ModelConfig] = {
+    NAME: SMOLLM2_135M,
+    "qwen3-4b": QWEN3_4B,
+    "qwen3-0.6b": QWEN3_0_6B,
+    "tiny-qwen3": TINY_QWEN3,
+    "tiny-llama": TINY_LLAMA,
+}
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
@@ -41,7 +38,7 @@ def layout(config: ModelConfig) -> tuple[WeightSpec, ...]:
     return tuple(architecture_of(config).layout(config))
 
 
-def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+def parse_config(raw: Json, where: str) -> ModelConfig:
     """The dimensions in a parsed config.json; `where` names it in errors."""
     known = {architecture.config_name: architecture for architecture in ARCHITECTURES}
     names = raw.get("architectures")
@@ -56,9 +53,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
-def config_of_gguf(
-    metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
-) -> dict[str, Any]:
+def config_of_gguf(metadata: Json, tensors: Container[str], factors: RopeFactors, where: str) -> Json:
     """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount
     to."""
     known = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.in_gguf}

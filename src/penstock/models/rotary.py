@@ -23,17 +23,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.errors import InvariantBroken, ModelError
-from penstock.models.fields import Fields
+from penstock.errors import InvariantBroken
+from penstock.models.fields import Fields, Json, changed_fields
 
 KINDS = ("linear", "dynamic", "yarn", "llama3", "longrope")
-_KNOWN = (
-    *(
+_KNOWN = frozenset(
+    [
         "rope_type",
         "type",
         "rope_theta",
@@ -41,8 +40,6 @@ _KNOWN = (
         "original_max_position_embeddings",
         "attention_factor",
         "partial_rotary_factor",
-    ),
-    *(
         "beta_fast",
         "beta_slow",
         "mscale",
@@ -50,10 +47,10 @@ _KNOWN = (
         "truncate",
         "low_freq_factor",
         "high_freq_factor",
-    ),
-    *("short_factor", "long_factor"),
+        "short_factor",
+        "long_factor",
+    ]
 )
-_RENAMED = {"su": "longrope"}  # as the first Phi-3 files call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +99,8 @@ class RopeScaling:
     def _llama3_share(self, frequencies: Tensor) -> Tensor:
         """How much of each pair is stretched, from 0 to 1."""
         waves = self.trained_len * frequencies / (2 * math.pi)
-        return 1 - ((waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
-            0, 1
-        )
+        share = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return 1 - share.clamp(0, 1)
 
     def _yarn_share(self, theta: float, dim: int) -> Tensor:
         first, last = (self._pair_with(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
@@ -120,11 +116,7 @@ class RopeScaling:
 
     def __str__(self) -> str:
         """All numbers that are not as by default."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return json.dumps(
-            {name: value for name, value in dataclasses.asdict(self).items() if value != defaults[name]},
-            sort_keys=True,
-        )
+        return json.dumps(changed_fields(self), sort_keys=True)
 
 
 def plain_frequencies(theta: float, dim: int) -> Tensor:
@@ -135,86 +127,67 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------ config.json
 
 
-def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> dict[str, Any]:
+def parse_rope(outer: Fields, head_dim: int, most: int) -> Json:
     """A config.json's fields about positions, as fields of ModelConfig. `most`: the largest plausible number
     of positions. `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
-    outer = Fields(raw, where)
-    rope = _merged(outer.section("rope_scaling"), outer.section("rope_parameters"), where)
-    fields = Fields(rope, where)
+    fields = _merged(outer)
     theta = fields.positive("rope_theta", outer.positive("rope_theta", 10000.0))
     share = fields.positive("partial_rotary_factor", outer.positive("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
-    if share > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise ModelError(
-            f"{where}: partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not "
-            "possible"
-        )
+    outer.need(
+        share <= 1 and rotary_dim >= 2 and rotary_dim % 2 == 0,
+        f"partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not possible",
+    )
     stated = outer.count("max_position_embeddings", most=most)
-    plain = {
-        "rope_theta": theta,
-        "max_position": stated,
-        "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim,
-    }
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+    partial = 0 if rotary_dim == head_dim else rotary_dim
+    plain = {"rope_theta": theta, "max_position": stated, "rotary_dim": partial}
+    kind = fields.raw.get("rope_type") or fields.raw.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # as the first Phi-3 files call it
     if kind == "default":
         return plain
-    if kind not in KINDS:
-        raise ModelError(f"{where}: rope scaling of type {kind!r} is not supported, only {', '.join(KINDS)}")
+    outer.need(kind in KINDS, f"rope scaling of type {kind!r} is not supported, only {', '.join(KINDS)}")
     lists = [name for name in ("short_factor", "long_factor") if fields.is_set(name)]
-    if lists and kind != "longrope":
-        raise ModelError(
-            f"{where}: rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only "
-            "longrope has them"
-        )
+    outer.need(
+        not lists or kind == "longrope",
+        f"rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only longrope has them",
+    )
     # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the
     # context that it states.
-    trained = outer.count(
-        "original_max_position_embeddings",
-        fields.count("original_max_position_embeddings", stated, most),
-        most,
-    )
+    inside = fields.count("original_max_position_embeddings", stated, most)
+    trained = outer.count("original_max_position_embeddings", inside, most)
     fields.need(theta > 1 or kind != "yarn", f"rope_theta {theta} must be above 1 for yarn")
     scaling = _parse_scaling(kind, fields, rotary_dim, stated, trained)
-    reach = _reach(scaling, stated)
-    if reach > most:
-        raise ModelError(f"{where}: rope scaling reaches {reach} positions; more than {most} cannot be right")
-    context = stated if kind in ("linear", "dynamic") and stated != reach else 0
+    # linear and dynamic stretch the stated number; the others state what they reach, or what yarn stretches
+    stretches = kind in ("linear", "dynamic")
+    stretched = {"linear": stated, "dynamic": stated, "yarn": trained}.get(kind, 0)
+    reach = max(stated, int(stretched * scaling.factor))
+    outer.need(reach <= most, f"rope scaling reaches {reach} positions; more than {most} cannot be right")
+    context = stated if stretches and stated != reach else 0
     return {**plain, "rope_scaling": scaling, "max_position": reach, "context": context}
 
 
-def _reach(scaling: RopeScaling, stated: int) -> int:
-    """Positions that a scheme reaches. linear and dynamic stretch the stated number; the others state the
-    reach or the number that they stretch."""
-    if scaling.kind in ("linear", "dynamic"):
-        return max(stated, int(stated * scaling.factor))
-    return max(stated, int(scaling.trained_len * scaling.factor)) if scaling.kind == "yarn" else stated
-
-
-def _merged(scaling: Mapping[str, Any], parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _merged(outer: Fields) -> Fields:
+    scaling, parameters = outer.section("rope_scaling"), outer.section("rope_parameters")
     different = [name for name in scaling if name in parameters and scaling[name] != parameters[name]]
-    if different:
-        raise ModelError(f"{where}: rope_scaling and rope_parameters do not agree on {', '.join(different)}")
+    outer.need(not different, f"rope_scaling and rope_parameters do not agree on {', '.join(different)}")
     rope = {**parameters, **scaling}
     unknown = [name for name, value in rope.items() if name not in _KNOWN and value not in (None, False)]
-    if unknown:
-        raise ModelError(f"{where}: rope scaling with {', '.join(unknown)} is not supported")
-    return rope
+    outer.need(not unknown, f"rope scaling with {', '.join(unknown)} is not supported")
+    return Fields(rope, outer.where)
 
 
 def _parse_scaling(kind: str, fields: Fields, dim: int, stated: int, trained: int) -> RopeScaling:
+    implied = stated / trained if kind == "longrope" or (kind == "yarn" and trained != stated) else None
+    factor = fields.positive("factor", implied)
     if kind == "linear":
-        return RopeScaling(kind, fields.positive("factor"))
+        return RopeScaling(kind, factor)
     if kind == "dynamic":
         fields.need(dim > 2, f"rope scaling of type dynamic needs more than {dim} values that turn")
-        return RopeScaling(kind, fields.positive("factor"), stated)
+        return RopeScaling(kind, factor, stated)
     if kind == "llama3":
         low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
         fields.need(low < high, f"high_freq_factor {high} must be above low_freq_factor {low}")
-        return RopeScaling(
-            kind, fields.positive("factor"), trained, low_freq_factor=low, high_freq_factor=high
-        )
-    factor = fields.positive("factor", stated / trained if trained != stated or kind == "longrope" else None)
+        return RopeScaling(kind, factor, trained, low_freq_factor=low, high_freq_factor=high)
     if kind == "longrope":
         usual = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
         short, long = (fields.positives(name, dim // 2) for name in ("short_factor", "long_factor"))
@@ -222,19 +195,17 @@ def _parse_scaling(kind: str, fields: Fields, dim: int, stated: int, trained: in
         return RopeScaling(kind, 1.0, trained, attention_factor, short_factors=short, long_factors=long)
     fast, slow = fields.positive("beta_fast", 32.0), fields.positive("beta_slow", 1.0)
     fields.need(slow < fast, f"beta_fast {fast} must be above beta_slow {slow}")
-    attention_factor = fields.positive("attention_factor", _yarn_attention_factor(fields, factor))
+    # As the paper has it; DeepSeek's files weigh numerator and denominator.
+    usual = _yarn_scale(factor)
+    if fields.is_set("mscale") and fields.is_set("mscale_all_dim"):
+        above, below = (fields.positive(name) for name in ("mscale", "mscale_all_dim"))
+        usual = _yarn_scale(factor, above) / _yarn_scale(factor, below)
+    attention_factor = fields.positive("attention_factor", usual)
     return RopeScaling(kind, factor, trained, attention_factor, fast, slow, fields.flag("truncate", True))
 
 
-def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    """As the paper has it; DeepSeek's files weigh numerator and denominator."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if fields.is_set("mscale") and fields.is_set("mscale_all_dim"):
-        return scale(fields.positive("mscale")) / scale(fields.positive("mscale_all_dim"))
-    return scale(1.0)
+def _yarn_scale(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
 # ----------------------------------------------------------------------------------------- from GGUF metadata
@@ -242,66 +213,38 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 # the tensors of a GGUF file that hold a factor per pair, by their names
 RopeFactors = Mapping[str, list[float]]
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_YARN_EXTRAS = ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor", "alpha")
 
 
-def rope_scaling_of_gguf(
-    metadata: Mapping[str, Any], name: str, factors: RopeFactors, where: str
-) -> dict[str, Any] | None:
+def rope_scaling_of_gguf(metadata: Json, name: str, factors: RopeFactors, where: str) -> Json | None:
     """The `rope_scaling` of a config.json that the metadata of architecture `name` and the factors amount to.
     A factor per pair is how llama.cpp stores both llama3 and longrope; with one list for all lengths it is
     the former."""
     prefix = f"{name}.rope."
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(given, f"{where}: {prefix}")
-    odd = [
-        key
-        for key in (
-            "scaling.yarn_log_multiplier",
-            "scaling.yarn_ext_factor",
-            "scaling.yarn_attn_factor",
-            "scaling.alpha",
-        )
-        if given.get(key)
-    ]
+    odd = [f"scaling.{extra}" for extra in _YARN_EXTRAS if fields.is_set(f"scaling.{extra}")]
     fields.need(not odd, f"rope scaling with {', '.join(odd)} is not supported")
-    return _of_gguf(given.get("scaling.type", "none"), fields, factors)
-
-
-def _of_gguf(kind: Any, fields: Fields, factors: RopeFactors) -> dict[str, Any] | None:
+    kind = given.get("scaling.type", "none")
     stretch = fields.positive("scaling.factor", fields.positive("scale_linear", 1.0))
     attention = fields.positive("scaling.attn_factor", 1.0)
-    trained = (
-        fields.count("scaling.original_context_length")
-        if fields.is_set("scaling.original_context_length")
-        else None
-    )
+    length = "scaling.original_context_length"
+    trained = {"original_max_position_embeddings": fields.count(length) if fields.is_set(length) else None}
     if factors:
         fields.need(
             kind in ("none", "longrope") and stretch == 1.0,
             f"type {kind!r} together with {', '.join(factors)} is not supported",
         )
-        same = factors.get(FACTOR_TENSORS[0])
-        long, short = (factors.get(name, same) for name in FACTOR_TENSORS[1:])
+        same, *others = FACTOR_TENSORS
+        long, short = (factors.get(other, factors.get(same)) for other in others)
         lists = {"long_factor": long, "short_factor": short}
-        return {
-            "rope_type": "longrope",
-            **lists,
-            "attention_factor": attention,
-            "original_max_position_embeddings": trained,
-        }
+        return {"rope_type": "longrope", **lists, "attention_factor": attention, **trained}
     if kind == "none":
         return None if stretch == 1.0 else {"rope_type": "linear", "factor": stretch}
     if kind != "yarn":
         return {"rope_type": kind, "factor": stretch}
-    betas = {
-        name: fields.positive(f"scaling.yarn_{name}", usual)
-        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
-    }
-    own = None if attention == 1.0 else attention * (0.1 * math.log(max(stretch, 1.0)) + 1.0)
-    return {
-        "rope_type": kind,
-        "factor": stretch,
-        **betas,
-        "attention_factor": own,
-        "original_max_position_embeddings": trained,
-    }
+    fast = fields.positive("scaling.yarn_beta_fast", 32.0)
+    slow = fields.positive("scaling.yarn_beta_slow", 1.0)
+    own = None if attention == 1.0 else attention * _yarn_scale(stretch)
+    scaling = {"rope_type": kind, "factor": stretch, "beta_fast": fast, "beta_slow": slow}
+    return {**scaling, "attention_factor": own, **trained}

@@ -9,24 +9,24 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import tokenizers
-from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from penstock.errors import InvalidRequest, ModelError, PromptTooLong
 from penstock.models.chat import ANSWERED, PRIVATE, ChatTemplate, Rendered, Rendering, Tools
+from penstock.models.fields import Json
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-
-
 NFC_SHRINKS = 4  # composing characters makes a text shorter by this factor at most, counted in bytes
 # pre-tokenizers that only split, unless a Split removes its matches
 KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})
+BLANKS_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
 # ---------------------------------------------------------------------------------------- the bytes of tokens
@@ -43,7 +43,11 @@ def _byte_characters() -> dict[str, int]:
 BYTE_OF = _byte_characters()
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # what byte fallback calls a byte
 REPLACE_EACH = "penstock.replace_each"
-_BY_TOKEN = frozenset({"Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback", "Fuse"})
+# Decoders whose text is that of their tokens in a row: parts that change each token by itself. Behind
+# ByteFallback or Fuse the text is one: there only its first character may go.
+_BY_TOKEN = re.compile(
+    "ByteLevel,|((Replace|Metaspace|WordPiece|Strip[0-9]+-[0-9]+),)*(ByteFallback,)?(Fuse,(Strip[01]-0,)?)?"
+)
 _BEFORE = "x"  # any text, to decode a token after another one
 
 
@@ -62,9 +66,6 @@ class Spelling(NamedTuple):
     first: bytes  # as the first of a text: some decoders take its leading blank away
 
 
-NO_TEXT = Spelling(b"", b"")
-
-
 class TokenSpelling:
     """The text of many tokens is their bytes in a row: the first one's `first`, the others' `inside`.
     Decoders for which that is not so are refused."""
@@ -74,19 +75,28 @@ class TokenSpelling:
         self._decoder = decoder
         parts = flat_parts(decoder, "decoders")
         kinds = [part["type"] for part in parts]
-        self.byte_level = "ByteLevel" in kinds
-        self.byte_fallback = "ByteFallback" in kinds
+        shape = "".join(
+            f"{part['type']}{part['start']}-{part['stop']},"
+            if part["type"] == "Strip"
+            else f"{part['type']},"
+            for part in parts
+        )
+        if not _BY_TOKEN.fullmatch(shape):
+            raise ModelError(
+                f"the tokenizer's decoder is not supported: {shape.rstrip(',')}; text could not be shown as "
+                "its tokens come"
+            )
+        self.byte_level, self.byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
         # Bytes that are no character: one mark per byte as SentencePiece has it, or one per broken character
         # as byte-level BPE has it.
         self.errors = REPLACE_EACH if self.byte_fallback else "replace"
-        if self.byte_level:
-            _refuse(set(kinds[1:]), "beside ByteLevel")
-        else:
-            _check_by_token(parts)
 
     def of(self, token: str) -> Spelling:
         if self.byte_level:
-            return _byte_level(token)
+            # an added token is in plain text, not in the byte alphabet
+            known = all(character in BYTE_OF for character in token)
+            data = bytes(map(BYTE_OF.__getitem__, token)) if known else token.encode()
+            return Spelling(data, data)
         byte = BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         if byte is not None and (value := int(byte[1], 16)) >= 0x80:  # no character by itself
             return Spelling(bytes((value,)), bytes((value,)))
@@ -98,53 +108,15 @@ class TokenSpelling:
         return text
 
 
-def flat_parts(part: Any, inside: str) -> list[dict[str, Any]]:
+def flat_parts(part: Any, inside: str) -> list[Json]:
     """The parts of a decoder, normalizer or pre-tokenizer of the library, in order. `inside` names the parts
     of a Sequence."""
-    if part is None:
-        return []
 
-    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
-        return (
-            [found for item in state[inside] for found in flat(item)]
-            if state["type"] == "Sequence"
-            else [state]
-        )
+    def flat(state: Json) -> list[Json]:
+        items = state.get(inside) if state["type"] == "Sequence" else None
+        return [state] if items is None else [found for item in items for found in flat(item)]
 
-    return flat(json.loads(part.__getstate__()))
-
-
-def _byte_level(token: str) -> Spelling:
-    try:
-        data = bytes(BYTE_OF[character] for character in token)
-    except KeyError:  # an added token in plain text, not in the byte alphabet
-        data = token.encode()
-    return Spelling(data, data)
-
-
-def _check_by_token(parts: list[dict[str, Any]]) -> None:
-    """Every part must change each token by itself. Behind Fuse the text is one: there only its first blank
-    may go, once."""
-    _refuse({part["type"] for part in parts} - _BY_TOKEN, "")
-    bytes_at = next((i for i, part in enumerate(parts) if part["type"] == "ByteFallback"), len(parts))
-    fused_at = next((i for i, part in enumerate(parts) if part["type"] == "Fuse"), len(parts))
-    whole = parts[min(bytes_at, fused_at) :]
-    _refuse(
-        {part["type"] for part in whole} - {"ByteFallback", "Fuse", "Strip"}, "behind ByteFallback or Fuse"
-    )
-    strips = [part for part in whole if part["type"] == "Strip"]
-    if len(strips) > 1 or any(
-        part["start"] > 1 or part["stop"] or parts.index(part) < fused_at for part in strips
-    ):
-        _refuse({"Strip"}, "of anything but one leading character of the whole text")
-
-
-def _refuse(kinds: set[str], where: str) -> None:
-    if kinds:
-        named = f"{', '.join(sorted(kinds))} {where}".strip()
-        raise ModelError(
-            f"the tokenizer's decoder is not supported: {named}; text could not be shown as its tokens come"
-        )
+    return [] if part is None else flat(json.loads(part.__getstate__()))
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -153,29 +125,36 @@ def _refuse(kinds: set[str], where: str) -> None:
 class TextCodec(Protocol):
     """What the server needs of a tokenizer."""
 
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
-
-    @property
-    def errors(self) -> str:
-        """What becomes of bytes that are no character: the name of a codec error handler."""
+    eos_ids: frozenset[int]
+    vocab_size: int  # one more than the highest id that has a text; higher ones decode to nothing
+    chat_template: ChatTemplate | None
+    controls: Sequence[str]  # spellings of special tokens
+    errors: str  # what becomes of bytes that are no character: the name of a codec error handler
 
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         """Spellings of special tokens become them. More than `most` tokens are refused, where possible before
         they are made."""
+        ...
+
+    def encode_apart(self, rendered: Rendered, most: int | None) -> list[int]:
+        """A prompt in which only the template's spellings of special tokens become them."""
+        return self.encode(rendered.plain(rendered.text), False, most)
+
+    def token_bytes(self, id: int, first: bool = False) -> bytes:
+        """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a
+        blank less. Ids without a text have none."""
+        ...
+
+    def is_special(self, id: int) -> bool:
+        return False
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Json],
         most: int | None = None,
         special_in_text: bool = False,
         tools: Tools | None = None,
@@ -183,44 +162,46 @@ class TextCodec(Protocol):
     ) -> list[int]:
         """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those
         that messages spell. `tools` are for templates that take them."""
+        chat = self.chat_template
+        if chat is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        controls = () if special_in_text else self.controls
+        chat.of(tools).check_variables(how, controls)
+        if controls:
+            return self.encode_apart(chat.render_apart(messages, True, controls, tools, how), most)
+        return self.encode(chat.render(messages, True, tools=tools, how=how), False, most)
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        kept = [id for id in ids if not (skip_special and self.is_special(id))]
+        pieces = list(map(self.token_bytes, kept))
+        first = next((at for at, piece in enumerate(pieces) if piece), None)
+        if first is not None:
+            pieces[first] = self.token_bytes(kept[first], first=True)
+        return b"".join(pieces).decode("utf-8", self.errors)
 
-    def is_special(self, id: int) -> bool: ...
 
-    def token_bytes(self, id: int, first: bool = False) -> bytes:
-        """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a
-        blank less."""
-
-
-class Tokenizer:
+class Tokenizer(TextCodec):
     """A vocabulary: every token is a run of bytes, and the text of many is their bytes in a row."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None
+        self, backend: Backend, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None
     ) -> None:
         self._spelling = TokenSpelling(backend.decoder)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat
-        self.has_chat_template = chat is not None
         added = backend.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
-        self._controls = tuple(token.content for token in added.values() if token.special and token.content)
-        self._secret = _SecretNames(backend)
-        vocabulary = backend.get_vocab()
-        self._spelled: list[Spelling | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
-        self._bound = _TokenBound.of(backend, vocabulary, self._spelling.byte_level)
+        self.controls = tuple(token.content for token in added.values() if token.special and token.content)
+        # for chats alone: up to a second of work for a large vocabulary
+        self.secret_names = functools.cache(lambda: _SecretNames(backend))
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self._bound = _TokenBound.of(backend, self._spelling.byte_level)
         self.eos_ids = frozenset(eos_ids)
         self.errors = self._spelling.errors
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the highest id that has a text. A model may have more rows than that; they decode to
-        nothing."""
-        return len(self._spelled)
+        self._spelled = functools.cache(self._spell)
 
     def vocabulary(self) -> str:
         """As a tokenizer.json."""
@@ -230,34 +211,17 @@ class Tokenizer:
         self._check_bytes(utf8(text), most)
         return self._ids(self._backend, text, add_special, most)
 
+    def encode_apart(self, rendered: Rendered, most: int | None) -> list[int]:
+        self._check_bytes(utf8(rendered.plain(rendered.text)), most)
+        names = self.secret_names()
+        return self._ids(names.backend, names.renamed(rendered), False, most)
+
     def _check_bytes(self, data: bytes, most: int | None) -> None:
         """Refuses a text that is too long for any tokenization, before any work is done."""
         if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
-        how: Rendering = ANSWERED,
-    ) -> list[int]:
-        if self.chat_template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        controls = () if special_in_text else self._controls
-        self.chat_template.of(tools).check_variables(how, controls)
-        if not controls:
-            return self.encode(
-                self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most
-            )
-        rendered = self.chat_template.render_apart(messages, True, controls, tools, how)
-        self._check_bytes(utf8(rendered.plain(rendered.text)), most)
-        return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
-
-    def _ids(
-        self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None
-    ) -> list[int]:
+    def _ids(self, backend: Backend, text: str, add_special: bool, most: int | None) -> list[int]:
         """`encode` of the library keeps the interpreter for itself while it works; of its calls only those
         for batches do not."""
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
@@ -266,27 +230,17 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        kept = [id for id in ids if not (skip_special and id in self._special)]
-        pieces = list(map(self.token_bytes, kept))
-        first = next((at for at, piece in enumerate(pieces) if piece), None)
-        if first is not None:
-            pieces[first] = self.token_bytes(kept[first], first=True)
-        return b"".join(pieces).decode("utf-8", self.errors)
-
     def is_special(self, id: int) -> bool:
         return id in self._special
 
     def token_bytes(self, id: int, first: bool = False) -> bytes:
-        """Ids without a text have none."""
-        if not 0 <= id < len(self._spelled):
-            return b""
-        known = self._spelled[id]
-        if known is None:
-            # the library has some of its added tokens normalized
-            token = self._added.get(id, self._backend.id_to_token(id))
-            known = self._spelled[id] = NO_TEXT if token is None else self._spelling.of(token)
-        return known.first if first else known.inside
+        spelling = self._spelled(id)
+        return spelling.first if first else spelling.inside
+
+    def _spell(self, id: int) -> Spelling:
+        # the library has some of its added tokens normalized
+        token = self._added.get(id) or (self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None)
+        return Spelling(b"", b"") if token is None else self._spelling.of(token)
 
 
 class _TokenBound(NamedTuple):
@@ -296,32 +250,26 @@ class _TokenBound(NamedTuple):
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all
 
     @staticmethod
-    def of(
-        backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], byte_level: bool
-    ) -> _TokenBound | None:
+    def of(backend: Backend, byte_level: bool) -> _TokenBound | None:
         """None where a token has no longest text: blanks around some are swallowed, or text is removed,
         replaced or unknown on the way."""
-        added = backend.get_added_tokens_decoder().values()
-        normalizer, cutter = (
-            flat_parts(backend.normalizer, "normalizers"),
-            flat_parts(backend.pre_tokenizer, "pretokenizers"),
+        vocabulary, added = backend.get_vocab(), backend.get_added_tokens_decoder().values()
+        normalizer = flat_parts(backend.normalizer, "normalizers")
+        lost = bytes(byte for name, byte in BYTE_OF.items() if byte_level and name not in vocabulary)
+        keeps = (
+            *(not (token.lstrip or token.rstrip) for token in added),
+            *(part["type"] in ("NFC", "Prepend") or part == BLANKS_TO_MARKS for part in normalizer),
+            *(
+                part["type"] in KEEPS_TEXT and part.get("behavior") != "Removed"
+                for part in flat_parts(backend.pre_tokenizer, "pretokenizers")
+            ),
+            not (lost and normalizer),
+            byte_level or _spells_bytes(backend, vocabulary),
         )
-        cuts = all(part["type"] in KEEPS_TEXT and part.get("behavior") != "Removed" for part in cutter)
-        if (
-            any(token.lstrip or token.rstrip for token in added)
-            or not cuts
-            or not all(map(_keeps_length, normalizer))
-        ):
+        if not all(keeps):
             return None
-        lost = (
-            bytes(byte for character, byte in BYTE_OF.items() if character not in vocabulary)
-            if byte_level
-            else b""
-        )
-        if (lost and normalizer) or not (byte_level or _spells_bytes(backend, vocabulary)):
-            return None
-        # its alphabet has one per byte
-        lengths = map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary)
+        # its alphabet has one character per byte
+        lengths = (len(token if byte_level else token.encode()) for token in vocabulary)
         longest = max([1, *lengths, *(len(token.content.encode()) for token in added)])
         composes = any(part["type"] == "NFC" for part in normalizer)
         return _TokenBound(longest * (NFC_SHRINKS if composes else 1), lost)
@@ -331,80 +279,32 @@ class _TokenBound(NamedTuple):
         return -(-len(data.translate(None, self.lost)) // self.longest)
 
 
-def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
-    """Whether it makes no text shorter by more than composing characters does: a blank becomes a longer mark,
-    a mark is put in front."""
-    replaced = normalizer.get("pattern", {}).get("String", "")
-    kept = bool(replaced) and len(normalizer["content"].encode()) >= len(replaced.encode())
-    return normalizer["type"] in ("NFC", "Prepend") or (normalizer["type"] == "Replace" and kept)
-
-
-def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
+def _spells_bytes(backend: Backend, vocabulary: Mapping[str, int]) -> bool:
     """Whether characters that it lacks become their bytes. Elsewhere any number of them may become one
     unknown token, or none."""
-    names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
     strange = backend.encode("\U0010ffff", add_special_tokens=False).tokens
-    spelled = strange[-4:] == [names[byte] for byte in "\U0010ffff".encode()]
-    return spelled and all(name in vocabulary for name in names.values())
+    return vocabulary.keys() >= set(names) and strange[-4:] == [names[byte] for byte in "\U0010ffff".encode()]
 
 
 class _SecretNames:
     """The same vocabulary with secret names for special tokens: no text spells them, with any normalizer. A
     text is tokenized in one call, so that text beside a special token is split as always."""
 
-    def __init__(self, of: tokenizers.Tokenizer) -> None:
-        self._of = of
+    def __init__(self, of: Backend) -> None:
         self._secret = "".join(chr(secrets.choice(PRIVATE)) for _ in range(4))
-        self._added = dict(sorted(of.get_added_tokens_decoder().items()))
-        self._names = {token.content: self._name(id) for id, token in self._added.items() if token.special}
-        self._finder = _only_added(of)  # takes all other text as one word
+        added = dict(sorted(of.get_added_tokens_decoder().items()))
+        self._names = {
+            token.content: f"{self._secret}{id}{self._secret}" for id, token in added.items() if token.special
+        }
+        self.backend = _renamed(of, self._names)
+        # takes the text between added tokens as one word
+        self._finder = Backend(models.WordLevel({"\0": 0}, unk_token="\0"))
+        if of.normalizer is not None and any(token.special and token.normalized for token in added.values()):
+            self._finder.normalizer = of.normalizer
+        for special, run in itertools.groupby(added.values(), key=lambda token: token.special):
+            (self._finder.add_special_tokens if special else self._finder.add_tokens)(list(run))
         self._found = {id: token.content for id, token in self._finder.get_added_tokens_decoder().items()}
-        # A BPE makes words by merging, so that its model can be shared. Others look words up: text that
-        # spells a special one would be it.
-        self._shared = isinstance(of.model, models.BPE)
-        unknown, words = getattr(of.model, "unk_token", None), of.get_vocab(with_added_tokens=False)
-        # special, and the model can make them
-        self._words = {words[name] for name in self._names if name in words and name != unknown}
-        self._backend, self._known_as = self._copy(of.model) if self._shared else self._apart
-
-    def encode(self, rendered: Rendered, cut: Callable[[tokenizers.Tokenizer, str], list[int]]) -> list[int]:
-        text = self.renamed(rendered)
-        ids, known_as = cut(self._backend, text), self._known_as
-        # a BPE that merges to a special token, or takes words whole
-        if self._shared and not self._words.isdisjoint(ids):
-            backend, known_as = self._apart
-            ids = cut(backend, text)
-        return [known_as.get(id, id) for id in ids]
-
-    @functools.cached_property
-    def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """With a model that has no special tokens. Seconds of work for a large vocabulary."""
-        return self._copy(_renamed_model(self._of, self._names))
-
-    def _copy(self, model: Any) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """The vocabulary with secret names, and the ids that some of its tokens have elsewhere."""
-        backend = tokenizers.Tokenizer(model)
-        for part in ("normalizer", "pre_tokenizer"):
-            if (value := getattr(self._of, part)) is not None:
-                setattr(backend, part, value)
-        # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of
-        # those are taken.
-        gaps = range(backend.get_vocab_size(), max(backend.get_vocab().values(), default=-1) + 1)
-        _add_tokens(backend, [AddedToken(self._name(~gap), normalized=False) for gap in gaps])
-        named = {id: self._renamed(token) if token.special else token for id, token in self._added.items()}
-        _add_tokens(backend, named.values())
-        ids = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
-        return backend, {ids[token.content]: id for id, token in named.items()}
-
-    def _name(self, id: int) -> str:
-        return f"{self._secret}{id}{self._secret}"
-
-    def _renamed(self, token: AddedToken) -> AddedToken:
-        name, normalizer = self._names[token.content], self._of.normalizer
-        # some remove private characters and leave the rest as text
-        lasts = normalizer is None or name in normalizer.normalize_str(name)
-        flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
-        return AddedToken(name, normalized=token.normalized and lasts, special=True, **flags)
 
     def renamed(self, rendered: Rendered) -> str:
         """The prompt with secret names for the special tokens that the template spells; which those are is
@@ -422,8 +322,9 @@ class _SecretNames:
         return "".join([*pieces, rendered.plain(text[start:])])
 
 
-def _renamed_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
-    """A copy of the model of a vocabulary, in which some words have other names and are not merged to."""
+def _renamed(of: Backend, names: Mapping[str, str]) -> Backend:
+    """A copy of a vocabulary, in which some words have other names, no text is merged to them, and no text
+    begins or ends with them."""
     state = json.loads(of.to_str())
     model, vocab = state["model"], state["model"]["vocab"]
     if isinstance(vocab, list):
@@ -434,34 +335,20 @@ def _renamed_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
         model["merges"] = [pair for pair in model["merges"] if not names.keys() & {*pair, "".join(pair)}]
     if (unknown := model.get("unk_token")) is not None:
         model["unk_token"] = names.get(unknown, unknown)
-    return tokenizers.Tokenizer.from_str(
-        json.dumps({**state, "added_tokens": [], "post_processor": None})
-    ).model
+    for token in state["added_tokens"]:
+        if name := names.get(token["content"]):
+            # some normalizers remove private characters and leave the rest as text
+            lasts = of.normalizer is None or name in of.normalizer.normalize_str(name)
+            token |= {"content": name, "normalized": token["normalized"] and lasts}
+    return Backend.from_str(json.dumps({**state, "post_processor": None}))
 
 
-def _only_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A vocabulary of the added tokens only: it finds them as `backend` does, and makes the text between them
-    one unknown word."""
-    unknown = "\0"
-    finder = tokenizers.Tokenizer(models.WordLevel({unknown: 0}, unk_token=unknown))
-    added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
-    if backend.normalizer is not None and any(token.special and token.normalized for token in added):
-        finder.normalizer = backend.normalizer
-    _add_tokens(finder, added)
-    return finder
-
-
-def _add_tokens(to: tokenizers.Tokenizer, added: Iterable[AddedToken]) -> None:
-    for special, run in itertools.groupby(added, key=lambda token: token.special):
-        (to.add_special_tokens if special else to.add_tokens)(list(run))
-
-
-class ByteTokenizer:
+class ByteTokenizer(TextCodec):
     """For random models, which have no vocabulary: ids 0 to 255 are bytes, higher ones read as `<id>` so that
     output is visible."""
 
-    eos_ids: frozenset[int] = frozenset()
-    has_chat_template = True
+    eos_ids = frozenset[int]()
+    controls = ()
     errors = "replace"
 
     def __init__(self, vocab: int) -> None:
@@ -478,25 +365,6 @@ class ByteTokenizer:
         if most is not None and len(data) > most:
             raise PromptTooLong(f"{len(data)} tokens", most)
         return list(data)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
-        how: Rendering = ANSWERED,
-    ) -> list[int]:
-        self.chat_template.of(tools).check_variables(how, ())
-        return self.encode(
-            self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most
-        )
-
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
-
-    def is_special(self, id: int) -> bool:
-        return False
 
     def token_bytes(self, id: int, first: bool = False) -> bytes:
         if 0 <= id < 256:
@@ -522,21 +390,19 @@ def spec_of(codec: TextCodec) -> TokenizerSpec:
     if not isinstance(codec, Tokenizer):
         raise TypeError(f"{type(codec).__name__} cannot be taken apart")
     chat = codec.chat_template
-    templates = (
-        (None, {}, None) if chat is None else (chat.source, dict(chat.special_tokens), chat.tool_source)
-    )
+    templates = () if chat is None else (chat.source, chat.special_tokens, chat.tool_source)
     return TokenizerSpec(codec.vocabulary(), codec.vocab_size, tuple(sorted(codec.eos_ids)), *templates)
 
 
 def tokenizer_of(spec: TokenizerSpec) -> TextCodec:
     if spec.vocabulary is None:
         return ByteTokenizer(spec.vocab_size)
-    chat = (
-        None
-        if spec.template is None
-        else ChatTemplate(spec.template, spec.special_tokens, spec.tool_template)
-    )
-    return Tokenizer(tokenizers.Tokenizer.from_str(spec.vocabulary), spec.eos_ids, chat)
+    template = spec.template
+    chat = None if template is None else ChatTemplate(template, spec.special_tokens, spec.tool_template)
+    tokenizer = Tokenizer(Backend.from_str(spec.vocabulary), spec.eos_ids, chat)
+    if chat is not None and tokenizer.controls:
+        tokenizer.secret_names()  # now, and not while the first chat waits
+    return tokenizer
 
 
 def utf8(text: str) -> bytes:

@@ -5,22 +5,23 @@ file's."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from penstock.errors import ModelError
 from penstock.models.architecture import token_ids
 from penstock.models.chat import ChatTemplate
+from penstock.models.fields import Json
 from penstock.models.model import ModelConfig
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.weights import read_json
 
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTROLS = ("bos_token", "eos_token", "unk_token")
+_ROLES = (*_CONTROLS, "pad_token", "sep_token", "cls_token", "mask_token")
 _TOOL_TEMPLATE = "tool_use"  # the name of the template for requests with tools, if there are several
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
@@ -36,24 +37,18 @@ _OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """`config` gives the vocabulary that ids must fit into, and the end-of-sequence ids where
     generation_config.json has none."""
-    settings = {
-        **_optional_json(directory / "special_tokens_map.json"),
-        **_optional_json(directory / "tokenizer_config.json"),
-    }
+    where, generation = directory / "tokenizer_config.json", directory / "generation_config.json"
+    settings = {**_optional_json(directory / "special_tokens_map.json"), **_optional_json(where)}
     special = {role: text for role in _ROLES if (text := _content(settings.get(role))) is not None}
     template, tool_template = _template_sources(directory, settings)
     chat = ChatTemplate(template, special, tool_template) if template is not None else None
     backend = _open_vocabulary(directory)
-    _add_declared(backend, settings, special, config.vocab, directory / "tokenizer_config.json")
-    _set_ends(backend, settings, special, directory / "tokenizer_config.json")
-    generation = _optional_json(directory / "generation_config.json")
-    declared = token_ids(
-        generation.get("eos_token_id"), f"eos_token_id in {directory / 'generation_config.json'}"
-    )
+    _add_declared(backend, settings, special, config.vocab, where)
+    if backend.post_processor is None:
+        _frame(backend, special, [role for role in _ROLES if settings.get(f"add_{role}") is True], str(where))
+    ends = token_ids(_optional_json(generation).get("eos_token_id"), f"eos_token_id in {generation}")
     named = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    tokenizer = Tokenizer(
-        backend, {*(declared or config.eos_ids), *(() if named is None else (named,))}, chat
-    )
+    tokenizer = Tokenizer(backend, {*(ends or config.eos_ids), *([] if named is None else [named])}, chat)
     highest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, 0)
     if highest >= config.vocab:
         raise ModelError(
@@ -63,7 +58,7 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
+def _open_vocabulary(directory: Path) -> Backend:
     path = directory / "tokenizer.json"
     other = next((name for name in _OTHER_VOCABULARIES if (directory / name).is_file()), None)
     if other is not None and not path.is_file():
@@ -76,12 +71,12 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
             f'pip install transformers{_OTHER_VOCABULARIES[other]}, then python -c "{convert}"'
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for unreadable and for malformed files
         raise ModelError(f"{path} is missing or not a tokenizer: {error}") from error
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
+def _optional_json(path: Path) -> Json:
     return read_json(path) if path.is_file() else {}
 
 
@@ -91,11 +86,7 @@ def _content(token: object) -> str | None:
 
 
 def _add_declared(
-    backend: tokenizers.Tokenizer,
-    settings: Mapping[str, Any],
-    special: Mapping[str, str],
-    vocab: int,
-    where: Path,
+    backend: Backend, settings: Json, special: Mapping[str, str], vocab: int, where: Path
 ) -> None:
     """Added tokens that are declared beside the vocabulary, except those without a row in the model. Tokens
     that begin or end a text are special even if no flag says so. Padding is not: it may be any word, and no
@@ -117,46 +108,34 @@ def _add_declared(
             if (its_id := backend.token_to_id(token.content)) != id:
                 raise ModelError(f"{where}: token {token.content!r} is declared as {id}, but is {its_id}")
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    more = [
-        _content(item)
-        for name in _MORE_SPECIAL
-        if isinstance(items := settings.get(name), list)
-        for item in items
-    ]
-    roles = [special.get(role) for role in _CONTROLS]
+    lists = (items for name in _MORE_SPECIAL if isinstance(items := settings.get(name), list))
+    more = (_content(item) for items in lists for item in items)
     named = [
-        name
-        for name in (*roles, *more)
+        AddedToken(name, special=True, normalized=False)
+        for name in (*map(special.get, _CONTROLS), *more)
         if name and name not in added and backend.token_to_id(name) is not None
     ]
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in named])
+    backend.add_special_tokens(named)
 
 
-def _set_ends(
-    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], where: Path
-) -> None:
-    """The tokens that a text begins and ends with: from the vocabulary's post-processor, or else from the
-    settings."""
-    if backend.post_processor is None:
-        first, last = (
-            special.get(role) if settings.get(f"add_{role}") is True else None
-            for role in ("bos_token", "eos_token")
-        )
-        _frame(backend, first, last, str(where))
-
-
-def _frame(backend: tokenizers.Tokenizer, first: str | None, last: str | None, where: str) -> None:
-    """Texts begin with `first` and end with `last`, if given."""
-    ids = {token: backend.token_to_id(token) for token in (first, last) if token is not None}
+def _frame(backend: Backend, special: Mapping[str, str], roles: Container[str], where: str) -> None:
+    """Texts begin with the bos token and end with the eos token, where `roles` has them."""
+    first, last = (
+        [special[role]] if role in roles and role in special else [] for role in ("bos_token", "eos_token")
+    )
+    ids = {token: backend.token_to_id(token) for token in (*first, *last)}
     if missing := [token for token, id in ids.items() if id is None]:
         raise ModelError(
             f"{where}: the vocabulary has no {missing[0]!r}, which texts are to begin or end with"
         )
-    single = [*([] if first is None else [f"{first}:0"]), "$A:0", *([] if last is None else [f"{last}:0"])]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
+    if ids:
+        single = [f"{part}:0" for part in (*first, "$A", *last)]
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=list(ids.items())
+        )
 
 
-def _template_sources(directory: Path, settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _template_sources(directory: Path, settings: Json) -> tuple[str | None, str | None]:
     """The chat template, and the one that the model has besides for requests with tools."""
     path = directory / "chat_template.jinja"
     if path.is_file():
@@ -175,14 +154,11 @@ def _template_text(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
 
-def _named_templates(settings: Mapping[str, Any], where: Path) -> dict[str, str]:
+def _named_templates(settings: Json, where: Path) -> Json:
     """The templates that are known here, by name."""
     template = settings.get("chat_template")
-    named: dict[str, Any] = {"default": template}
-    if isinstance(template, list):
-        named = {
-            str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)
-        }
+    listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    named = {str(entry.get("name")): entry.get("template") for entry in listed if isinstance(entry, dict)}
     found = {name: named[name] for name in ("default", _TOOL_TEMPLATE) if named.get(name) is not None}
     if not all(isinstance(text, str) for text in found.values()):
         raise ModelError(f"{where}: chat_template must be text")
@@ -193,6 +169,7 @@ def _named_templates(settings: Mapping[str, Any], where: Path) -> dict[str, str]
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
@@ -203,163 +180,156 @@ _TEKKEN_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_REGEXES = {"qwen2": _WORDS % "", "llama-bpe": _WORDS % "{1,3}", "tekken": _TEKKEN_WORDS}
-_PRE_TOKENIZERS = ("smollm", "gpt-2", *_REGEXES)
+_BY_REGEX = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _split_by(pattern: str) -> list[Any]:
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_only]
+
+
+# Where merges may not reach across: the rules the vocabularies were trained with.
+_PRE_TOKENIZERS: dict[str, list[Any]] = {
+    # Digits first: without it two blanks before a digit would become two tokens instead of the trained one.
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), _BY_REGEX],
+    "gpt-2": [_BY_REGEX],
+    "qwen2": _split_by(_WORDS % ""),
+    "llama-bpe": _split_by(_WORDS % "{1,3}"),
+    "tekken": _split_by(_TEKKEN_WORDS),
+}
 # vocabularies whose words are taken whole if they are tokens, merged or not
 _WHOLE_WORDS = ("llama-bpe", "tekken")
 # Tokens of Phi-3 swallow blanks behind them, all but these. Its GGUF files do not say so.
 _PHI3_UNTRIMMED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
-def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
+def tokenizer_files(metadata: Json, where: str) -> dict[str, bytes]:
     """The tokenizer as the files that a model directory has: name -> contents."""
-    tokens = _list(metadata, "tokenizer.ggml.tokens", str, where)
-    special = {
-        role: tokens[id]
-        for role, key in (
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        )
-        if (id := _id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where)) is not None
-    }
-    settings: dict[str, Any] = dict(special)
-    template, for_tools = (
-        metadata.get(f"tokenizer.chat_template{name}") for name in ("", f".{_TOOL_TEMPLATE}")
-    )
-    if isinstance(template, str):
-        settings["chat_template"] = template
-        if isinstance(for_tools, str):
-            both = {"default": template, _TOOL_TEMPLATE: for_tools}
-            settings["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
-    kinds = _list(metadata, "tokenizer.ggml.token_type", int, where)
-    if len(kinds) != len(tokens):
-        raise ModelError(f"{where}: {len(tokens)} tokens, but {len(kinds)} token types")
-    ends = {
-        _id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where) for key in ("eos", "eot", "eom")
-    }
-    ends |= {
-        id
-        for id, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind == _CONTROL and token in _TURN_ENDS
-    }
-    generation = {"eos_token_id": sorted(id for id in ends if id is not None)}
-    return {
-        "tokenizer.json": _vocabulary(metadata, tokens, kinds, special, where).to_str().encode(),
-        "tokenizer_config.json": json.dumps(settings).encode(),
-        "generation_config.json": json.dumps(generation).encode(),
-    }
+    return _GgufVocabulary(metadata, where).files()
 
 
-def _vocabulary(
-    metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], special: Mapping[str, str], where: str
-) -> tokenizers.Tokenizer:
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ModelError(f"{where}: tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
-    try:
-        make = _byte_level if kind == "gpt2" else _sentencepiece
-        backend = make(metadata, {token: id for id, token in enumerate(tokens)}, kinds, special, where)
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises bare Exception for merges that do not fit the vocabulary
-        raise ModelError(f"{where}: the vocabulary is damaged: {error}") from error
-    _mark_added(backend, metadata, list(zip(tokens, kinds, strict=True)))
-    begins = metadata.get(
-        "tokenizer.ggml.add_bos_token", kind == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
-    )
-    first = special.get("bos_token") if begins else None
-    last = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
-    if first is not None or last is not None:
-        _frame(backend, first, last, where)
-    return backend
+class _GgufVocabulary:
+    """The tokenizer in the metadata of a GGUF file."""
 
+    def __init__(self, metadata: Json, where: str) -> None:
+        self._metadata, self._where = metadata, where
+        self._tokens = self._list("tokens", str)
+        self._vocab = {token: id for id, token in enumerate(self._tokens)}
+        ids = {role: self._id(key) for role, key in _GGUF_ROLES.items()}
+        self._special = {role: self._tokens[id] for role, id in ids.items() if id is not None}
+        self._kinds = self._list("token_type", int)
+        if len(self._kinds) != len(self._tokens):
+            raise ModelError(f"{where}: {len(self._tokens)} tokens, but {len(self._kinds)} token types")
 
-def _mark_added(
-    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[tuple[str, int]]
-) -> None:
-    """Control tokens are special, and so is the unknown one. User-defined tokens are words that are never
-    split."""
-    trims = metadata.get("tokenizer.ggml.model") == "llama" and metadata.get("general.architecture") == "phi3"
-    for kinds, add in (
-        ((_UNKNOWN, _CONTROL), backend.add_special_tokens),
-        ((_USER_DEFINED,), backend.add_tokens),
-    ):
-        names = [token for token, kind in tokens if kind in kinds]
-        add(
-            [
-                AddedToken(name, normalized=False, rstrip=trims and name not in _PHI3_UNTRIMMED)
-                for name in names
-            ]
-        )
+    def _get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
 
+    def _list(self, name: str, kind: type) -> list[Any]:
+        value = self._get(name)
+        if not isinstance(value, list) or not value or not all(isinstance(item, kind) for item in value):
+            raise ModelError(f"{self._where} has no usable tokenizer.ggml.{name}")
+        return value
 
-def _byte_level(
-    metadata: Mapping[str, Any],
-    vocab: dict[str, int],
-    kinds: Sequence[int],
-    special: Mapping[str, str],
-    where: str,
-) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "tokenizer.ggml.merges", str, where)]
-    name = metadata.get("tokenizer.ggml.pre")
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
-    _split_words(backend, name, where)
-    backend.decoder = decoders.ByteLevel()
-    return backend
+    def _id(self, key: str) -> int | None:
+        name, num_tokens = f"{key}_token_id", len(self._tokens)
+        value: int | None = self._get(name)
+        if value is not None and (not isinstance(value, int) or not 0 <= value < num_tokens):
+            stated = f"tokenizer.ggml.{name} is {value!r}"
+            raise ModelError(f"{self._where}: {stated}, outside the vocabulary of {num_tokens}")
+        return value
 
+    def files(self) -> dict[str, bytes]:
+        settings: dict[str, Any] = dict(self._special)
+        stem = "tokenizer.chat_template"
+        template, for_tools = (self._metadata.get(stem + name) for name in ("", f".{_TOOL_TEMPLATE}"))
+        if isinstance(template, str):
+            settings["chat_template"] = template
+            if isinstance(for_tools, str):
+                both = {"default": template, _TOOL_TEMPLATE: for_tools}
+                settings["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
+        ends = {id for key in ("eos", "eot", "eom") if (id := self._id(key)) is not None}
+        ends |= {
+            id for token, id in self._vocab.items() if token in _TURN_ENDS and self._kinds[id] == _CONTROL
+        }
+        return {
+            "tokenizer.json": self._backend().to_str().encode(),
+            "tokenizer_config.json": json.dumps(settings).encode(),
+            "generation_config.json": json.dumps({"eos_token_id": sorted(ends)}).encode(),
+        }
 
-def _split_words(backend: tokenizers.Tokenizer, name: object, where: str) -> None:
-    """Where merges may not reach across. These are the rules the vocabularies were trained with."""
-    by_regex = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name == "smollm":
-        # Digits first: without it two blanks before a digit would become two tokens instead of the trained
-        # one.
-        splits = [pre_tokenizers.Digits(individual_digits=True), by_regex]
-    elif name == "gpt-2":
-        splits = [by_regex]
-    elif name in _REGEXES:
+    def _backend(self) -> Backend:
+        makers = {"gpt2": self._byte_level, "llama": self._sentencepiece}
+        kind = str(self._get("model"))
+        if kind not in makers:
+            raise ModelError(
+                f"{self._where}: tokenizer model {self._get('model')!r} is not supported; supported are gpt2 "
+                "and llama"
+            )
+        try:
+            backend = makers[kind]()
+        except ModelError:
+            raise
+        except Exception as error:  # the library raises bare Exception for merges that do not fit
+            raise ModelError(f"{self._where}: the vocabulary is damaged: {error}") from error
+        self._mark_added(backend, kind == "llama" and self._metadata.get("general.architecture") == "phi3")
+        begins = self._get("add_bos_token", kind == "llama" or self._get("pre") in _WHOLE_WORDS)
+        ends = self._get("add_eos_token")
+        roles = (*(["bos_token"] if begins else ()), *(["eos_token"] if ends else ()))
+        _frame(backend, self._special, roles, self._where)
+        return backend
+
+    def _mark_added(self, backend: Backend, trims: bool) -> None:
+        """Control tokens are special, and so is the unknown one. User-defined tokens are words that are never
+        split."""
+
+        def added(*kinds: int) -> list[AddedToken]:
+            names = (name for name, kind in zip(self._tokens, self._kinds, strict=True) if kind in kinds)
+            untrimmed = _PHI3_UNTRIMMED if trims else self._vocab
+            return [AddedToken(name, normalized=False, rstrip=name not in untrimmed) for name in names]
+
+        backend.add_special_tokens(added(_UNKNOWN, _CONTROL))
+        backend.add_tokens(added(_USER_DEFINED))
+
+    def _byte_level(self) -> Backend:
+        merges = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
+        name = str(self._get("pre"))
+        if name not in _PRE_TOKENIZERS:
+            raise ModelError(
+                f"{self._where}: pre-tokenizer {self._get('pre')!r} is not supported; supported are "
+                f"{', '.join(_PRE_TOKENIZERS)}"
+            )
+        backend = Backend(models.BPE(vocab=self._vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS))
         if name == "qwen2":
             backend.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(_REGEXES[str(name)]), behavior="isolated")
-        splits = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    else:
-        raise ModelError(
-            f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}"
-        )
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[name])
+        backend.decoder = decoders.ByteLevel()
+        return backend
 
-
-def _sentencepiece(
-    metadata: Mapping[str, Any],
-    vocab: dict[str, int],
-    kinds: Sequence[int],
-    special: Mapping[str, str],
-    where: str,
-) -> tokenizers.Tokenizer:
-    """A BPE of SentencePiece: pairs are merged by the score of the result, and missing characters become
-    bytes."""
-    for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
-        if metadata.get(f"tokenizer.ggml.{name}"):
-            raise ModelError(f"{where}: tokenizer.ggml.{name} is not supported for tokenizer model 'llama'")
-    scores = _list(metadata, "tokenizer.ggml.scores", float, where)
-    if len(scores) != len(kinds):
-        raise ModelError(f"{where}: {len(kinds)} tokens, but {len(scores)} scores")
-    merges = _merges({token: scores[id] for token, id in vocab.items() if kinds[id] == _NORMAL})
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=merges, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True
+    def _sentencepiece(self) -> Backend:
+        """A BPE of SentencePiece: pairs are merged by the score of the result, and missing characters become
+        bytes."""
+        for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
+            if self._get(name):
+                refused = f"tokenizer.ggml.{name} is not supported for tokenizer model 'llama'"
+                raise ModelError(f"{self._where}: {refused}")
+        scores = self._list("scores", float)
+        if len(scores) != len(self._kinds):
+            raise ModelError(f"{self._where}: {len(self._kinds)} tokens, but {len(scores)} scores")
+        merges = _merges(
+            {token: scores[id] for token, id in self._vocab.items() if self._kinds[id] == _NORMAL}
         )
-    )
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    blanks = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefixed else blanks
-    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return backend
+        unknown = self._special.get("unk_token")
+        backend = Backend(
+            models.BPE(vocab=self._vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
+        prefixed = self._get("add_space_prefix", True)
+        blanks = normalizers.Replace(" ", "▁")
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefixed else blanks
+        strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return backend
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -373,19 +343,3 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
         if token[:at] in scores and token[at:] in scores
     )
     return sorted(halves, key=lambda pair: (-scores["".join(pair)], -len(pair[0]), -len(pair[1])))
-
-
-def _list(metadata: Mapping[str, Any], key: str, kind: type, where: str) -> list[Any]:
-    value = metadata.get(key)
-    if not isinstance(value, list) or not value or not all(isinstance(item, kind) for item in value):
-        raise ModelError(f"{where} has no usable {key}")
-    return value
-
-
-def _id(metadata: Mapping[str, Any], key: str, num_tokens: int, where: str) -> int | None:
-    value = metadata.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int) or not 0 <= value < num_tokens:
-        raise ModelError(f"{where}: {key} is {value!r}, outside the vocabulary of {num_tokens}")
-    return value

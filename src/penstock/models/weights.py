@@ -8,14 +8,13 @@ dtype, shape and the place in the rest of the file. Tensors fill that rest witho
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.architecture import EMBED, HEAD, TensorSpec, WeightSpec
+from penstock.models.fields import Json, Shape, changed_fields, is_number
 from penstock.models.forms import Forms, Matrix, empty_matrix
 from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig, Weight
@@ -33,18 +33,6 @@ from penstock.models.registry import architecture_of, layout
 INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
-_ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
@@ -68,58 +56,61 @@ def load_directory(
     """The model's tensors on `device` in `dtype`, matrices in `forms` if given. Every byte is read once,
     hashed, and copied to its final place."""
     with ExitStack() as stack:
-        files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
-        stored = stored_tensors(files)
-        check_tensors(
-            {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory
-        )
+        files, stored = open_tensors(directory, config, stack)
         _check_tied(stored, config, directory)
-        sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
+        order = [part.name for weight in layout(config) for part in weight.parts]
         reading = stack.enter_context(
-            closing(read_pieces(piece for source in sources for _, piece in _pieces(source)))
+            closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name])))
         )
         loaded = LoadedWeights({}, {})
+
+        def pieces(part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
+            source, digests = stored[part.name], []
+            for rows, _ in _pieces(source):
+                data, digest = next(reading)
+                digests.append(digest)
+                yield rows, torch.frombuffer(data, dtype=DTYPES[source.dtype])
+            loaded.content[part.name] = tensor_digest(part, source.dtype, digests)
+
         for weight in each_weight(config, "loading weights", progress):
-            out = (
-                empty_weight(weight, device, dtype) if forms is None else empty_formed(weight, config, forms)
-            )
-            for part, room in zip(
-                weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True
-            ):
-                digests = list(_fill(room, stored[part.name], reading))
-                loaded.content[part.name] = tensor_digest(part, stored[part.name].dtype, digests)
+            out = empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
+            fill(out, weight, pieces)
             loaded.tensors[weight.name] = out
         for file in files:
             file.check_unchanged()
     return loaded
 
 
+def open_tensors(
+    directory: Path, config: ModelConfig, stack: ExitStack
+) -> tuple[list[WeightFile], dict[str, StoredTensor]]:
+    """The files of the weights, open until `stack` ends, and their tensors, which are those of the model."""
+    files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors = read_header(file)
+        if twice := [name for name in tensors if name in stored]:
+            raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
+        stored |= tensors
+    check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
+    return files, stored
+
+
 def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path) -> None:
     """Where embeddings are tied, an output matrix beside them has to be the same one: it is not read, and
     another would not be missed."""
     head, embed = stored.get(f"{HEAD}.weight"), stored.get(f"{EMBED}.weight")
-    if config.tied_embeddings and head is not None and embed is not None and not _same_values(head, embed):
+    if not config.tied_embeddings or head is None or embed is None:
+        return
+    same = head.shape == embed.shape and head.dtype in DTYPES
+    if not same or not all(
+        torch.equal(head.floats(rows), embed.floats(rows))
+        for rows in piece_rows(config.vocab, 4 * config.hidden)
+    ):
         raise ModelError(
             f"{directory}: tie_word_embeddings is true, but {HEAD}.weight is another matrix than "
             f"{EMBED}.weight; set it to false in config.json to use both, or leave {HEAD}.weight out"
         )
-
-
-def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """`other` is one that can be used."""
-    if one.shape != other.shape or one.dtype not in DTYPES:
-        return False
-    num_rows = one.shape[0]
-    row_bytes = max(one.num_bytes, other.num_bytes) // num_rows
-    return all(torch.equal(_rows(one, rows), _rows(other, rows)) for rows in piece_rows(num_rows, row_bytes))
-
-
-def _rows(source: StoredTensor, rows: slice) -> Tensor:
-    """A stretch of a matrix's rows as float32."""
-    row_bytes = source.num_bytes // source.shape[0]
-    data = bytearray((rows.stop - rows.start) * row_bytes)
-    source.file.read_into(memoryview(data), source.start + rows.start * row_bytes)
-    return torch.frombuffer(data, dtype=DTYPES[source.dtype]).float()
 
 
 def each_weight(config: ModelConfig, stage: str, progress: Progress) -> Iterator[WeightSpec]:
@@ -131,37 +122,22 @@ def each_weight(config: ModelConfig, stage: str, progress: Progress) -> Iterator
         progress(stage, done, total)
 
 
-def stored_tensors(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
-    """The tensors of all files together."""
-    stored: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors = read_header(file)
-        twice = [name for name in tensors if name in stored]
-        if twice:
-            raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
-        stored |= tensors
-    return stored
-
-
 def _pieces(source: StoredTensor) -> Iterator[tuple[slice, FilePiece]]:
     """The pieces of a matrix with the rows that each has; a vector is a matrix of one row."""
     num_rows = source.shape[0] if len(source.shape) > 1 else 1
-    row_bytes = source.num_bytes // num_rows
-    for rows in piece_rows(num_rows, row_bytes):
-        yield (
-            rows,
-            FilePiece(
-                source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
-            ),
-        )
+    return (
+        (rows, source.piece(rows, num_rows)) for rows in piece_rows(num_rows, source.num_bytes // num_rows)
+    )
 
 
-def _fill(room: Weight, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:
-    """Copy the next pieces of `reading`, which are those of `source`, to `room`; yields their digests."""
-    for rows, _ in _pieces(source):
-        data, digest = next(reading)
-        put_rows(room, rows, torch.frombuffer(data, dtype=DTYPES[source.dtype]))
-        yield digest
+def fill(
+    out: Weight, weight: WeightSpec, pieces: Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]
+) -> None:
+    """Copy every part of `weight` to its place in `out`. `pieces`: ranges of a part's rows, and their
+    values."""
+    for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+        for rows, values in pieces(part):
+            put_rows(room, rows, values)
 
 
 def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
@@ -169,7 +145,7 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
     if isinstance(room, Matrix):
         room.fill(rows, values.reshape(-1, room.shape[1]).float())
     else:
-        room = room if room.dim() > 1 else room.unsqueeze(0)
+        room = torch.atleast_2d(room)
         room[rows].copy_(values.reshape(-1, room.shape[1]))
 
 
@@ -191,7 +167,7 @@ def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weigh
 # --------------------------------------------------------------------------- which files, and what is in them
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """The object in a JSON file of a model."""
     try:
         value = json.loads(path.read_bytes())
@@ -208,18 +184,20 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files that together hold the weights."""
     single, files = directory / "model.safetensors", sorted(directory.glob("*.safetensors"))
     if (directory / INDEX).is_file():
-        named = _indexed_names(directory)
-        if single not in files or single.name in named:
-            return _present(directory, named)
+        names = _indexed_names(directory)
+        missing = [name for name in names if not (directory / name).is_file()]
+        if single not in files or single.name in names:
+            if missing:
+                raise ModelError(f"{directory} lacks weight files that its index names: {listed(missing)}")
+            return tuple(directory / name for name in names)
         # transformers leaves the index of shards when it saves one file over them; when it saves shards over
         # one file, that file stays whole.
-        if shards := [name for name in named if directory / name in files]:
+        if shards := [name for name in names if name not in missing]:
             raise ModelError(
                 f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; "
                 "remove one of them"
             )
-    if single in files:
-        return (single,)
+    files = [single] if single in files else files
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
         raise ModelError(
@@ -230,24 +208,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 def _indexed_names(directory: Path) -> list[str]:
     weight_map = read_json(directory / INDEX).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-    ):
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{directory / INDEX} has no usable weight_map")
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
+    if outside := sorted({name for name in names if Path(name).name != name}):
         raise ModelError(f"{directory / INDEX} names files outside its directory: {listed(outside)}")
-    return names
-
-
-def _present(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise ModelError(f"{directory} lacks weight files that its index names: {listed(missing)}")
-    return tuple(directory / name for name in names)
+    return sorted(set(names))
 
 
 class StoredTensor(NamedTuple):
@@ -255,75 +221,84 @@ class StoredTensor(NamedTuple):
 
     file: WeightFile
     dtype: str  # as the format spells it
-    shape: tuple[int, ...]
+    shape: Shape
     start: int  # byte of the file
     num_bytes: int
 
+    def piece(self, rows: slice, num_rows: int) -> FilePiece:
+        """Where some of its rows are; it has `num_rows`."""
+        row_bytes = self.num_bytes // num_rows
+        return FilePiece(self.file, self.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+
+    def floats(self, rows: slice) -> Tensor:
+        """Some rows of a matrix as float32."""
+        file, start, num_bytes = self.piece(rows, self.shape[0])
+        return torch.frombuffer(bytearray(file.read(start, num_bytes)), dtype=DTYPES[self.dtype]).float()
+
 
 def read_header(file: WeightFile) -> dict[str, StoredTensor]:
-    """The tensors of a file, all of them inside it."""
+    """The tensors of a file: one behind the other, from the end of its header to its own end."""
+    tensors: dict[str, StoredTensor] = {}
     try:
-        header_bytes = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else 0
+        header_bytes = int.from_bytes(file.read(0, min(8, file.num_bytes)), "little")
         if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, file.num_bytes - 8):
             raise ValueError(f"a header of {header_bytes} bytes in a file of {file.num_bytes}")
-        entries = json.loads(file.read(8, header_bytes).decode("utf-8"))
-        if not isinstance(entries, dict):
-            raise ValueError("its header is no JSON object")
+        entries = json.loads(file.read(8, header_bytes))
         entries.pop(_METADATA, None)
-        tensors = {name: _tensor(file, 8 + header_bytes, name, entry) for name, entry in entries.items()}
-        _check_places(tensors, 8 + header_bytes, file.num_bytes)
+        start = at = 8 + header_bytes
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, (first, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+            counts = all(is_number(n, int) and n >= 0 for n in (*shape, first, end - first))
+            # of a dtype that weights may not have nothing is read
+            if not counts or (dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - first):
+                raise ValueError(
+                    f"{name} of shape {shape} in {dtype} does not take the bytes {first} to {end}"
+                )
+            if start + first != at:
+                raise ValueError(f"{name} starts at byte {start + first}, expected {at}")
+            tensors[name] = StoredTensor(file, dtype, tuple(shape), at, end - first)
+            at += end - first
+        if at != file.num_bytes:
+            raise ValueError(f"its tensors end at byte {at} of {file.num_bytes}")
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file.path} is damaged or not a safetensors file: {error}") from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"{file.path} is not a safetensors file: its header does not describe tensors"
+        ) from error
     return tensors
 
 
-def _tensor(file: WeightFile, data_start: int, name: str, entry: Any) -> StoredTensor:
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, places = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _counts(shape) or not _counts(places) or len(places) != 2:
-        raise ValueError(f"its header does not describe {name}")
-    start, end = places
-    item_bytes = _ITEM_BYTES.get(dtype)  # of one that is not known nothing is read
-    if start > end or (item_bytes is not None and end - start != math.prod(shape) * item_bytes):
-        raise ValueError(f"{name} of shape {shape} in {dtype} does not take the bytes {start} to {end}")
-    return StoredTensor(file, dtype, tuple(shape), data_start + start, end - start)
-
-
-def _counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
-    )
-
-
-def _check_places(tensors: dict[str, StoredTensor], at: int, num_bytes: int) -> None:
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
-        if tensor.start != at:
-            raise ValueError(f"{name} starts at byte {tensor.start}, expected {at}")
-        at += tensor.num_bytes
-    if at != num_bytes:
-        raise ValueError(f"its tensors end at byte {at} of {num_bytes}")
-
-
-def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: ModelConfig, where: Path) -> None:
+def check_tensors(found: Mapping[str, tuple[Shape, str]], config: ModelConfig, where: Path) -> None:
     """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
     one ModelError."""
     expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
-    present = [name for name in expected if name in found]
-    shapes = ((name, list(found[name][0]), list(expected[name])) for name in present)
     problems = {
         "missing tensors": [name for name in expected if name not in found],
         "unexpected tensors": [
             name for name in found if name not in expected and not redundant(name, config)
         ],
-        "misshapen tensors": [
-            f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted
-        ],
-        f"dtypes other than {', '.join(DTYPES)}": [
-            f"{name} is {found[name][1]}" for name in present if found[name][1] not in DTYPES
-        ],
+        **_misfits(found, expected, DTYPES),
     }
     refuse_any(problems, f"the weights in {where} do not fit its configuration")
+
+
+def _misfits(
+    found: Mapping[str, tuple[Shape, Any]], shapes: Mapping[str, Shape], usable: Any
+) -> dict[str, list[str]]:
+    """Tensors of known names with another shape or dtype than they should have."""
+    known = [(name, *found[name]) for name in shapes if name in found]
+    return {
+        "misshapen tensors": [
+            f"{name} is {list(shape)}, expected {list(shapes[name])}"
+            for name, shape, _ in known
+            if tuple(shape) != tuple(shapes[name])
+        ],
+        f"dtypes other than {', '.join(DTYPES)}": [
+            f"{name} is {dtype}" for name, _, dtype in known if dtype not in usable
+        ],
+    }
 
 
 def refuse_any(problems: Mapping[str, Sequence[str]], message: str) -> None:
@@ -344,24 +319,26 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
-def unusable_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[str]]:
+def unusable_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
     """For `refuse_any`: problems of tensors that were read and whose shapes are known."""
-    found = {name: tensor for name, tensor in tensors.items() if name in shapes}
-    sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
-    usable = DTYPES.values()
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if name in shapes}
+    usable = [name for name, (_, dtype) in found.items() if dtype in DTYPES.values()]
     return {
-        "misshapen tensors": [
-            f"{name} is {shape}, expected {wanted}" for name, shape, wanted in sized if shape != wanted
-        ],
-        f"dtypes other than {', '.join(DTYPES)}": [
-            f"{name} is {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in usable
-        ],
-        "tensors that are not finite": [
-            name for name, t in found.items() if t.dtype in usable and not torch.isfinite(t).all()
-        ],
+        **_misfits(found, shapes, DTYPES.values()),
+        "tensors that are not finite": [name for name in usable if not torch.isfinite(tensors[name]).all()],
     }
+
+
+@contextmanager
+def memory_needed(refusal: str) -> Iterator[None]:
+    """Memory that the device does not have is a ModelError that begins with `refusal`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # the CPU allocator's words
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ModelError(f"{refusal}: {error}") from error
 
 
 def listed(names: Sequence[str]) -> str:
@@ -392,8 +369,9 @@ def dummy_weights(
             tensor.fill_(0.0 if weight.name.endswith("_bias") else 1.0)
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
-        weights[weight.name] = tensor if forms is None else empty_formed(weight, config, forms)
+        weights[weight.name] = tensor
         if forms is not None:
+            weights[weight.name] = empty_formed(weight, config, forms)
             put_rows(weights[weight.name], slice(None), tensor)
     return weights
 
@@ -413,8 +391,7 @@ def weights_digest(
     """Identity of the function that the weights compute: their `content`, the dtype and forms they run in,
     and the numbers of the config. Fields with default values are left out, so that a new field changes no
     model that does not use it."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    numbers = changed_fields(config)
     # when to stop, and how long a sequence may be, change no KV
     for without_effect in ("eos_ids", "context"):
         numbers.pop(without_effect, None)

@@ -35,141 +35,83 @@ def test_help_and_documents_name_every_architecture_and_built_in_model() -> None
 
 
 def test_no_two_architectures_share_a_name() -> None:
-    for names in (
-        [a.name for a in ARCHITECTURES],
-        [a.config_name for a in ARCHITECTURES],
-        [n for a in ARCHITECTURES for n in a.presets],
-    ):
+    for names in ([a.name for a in ARCHITECTURES], [a.config_name for a in ARCHITECTURES]):
         assert len(set(names)) == len(names)
-    assert all(config.architecture == a.name for a in ARCHITECTURES for config in a.presets.values())
 
 
-MISTRAL = {"architectures": ["MistralForCausalLM"]}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "attention_bias": ({**MISTRAL, "attention_bias": True}, "attention_bias is true, but MistralForCausalLM"),
-    "mlp_bias": (
-        {"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True},
-        "mlp_bias is true, but Qwen2ForCausalLM",
-    ),
-    "a textual bias": ({"attention_bias": "yes"}, "attention_bias must be true or false"),
-    "unknown rope_scaling": (
-        {"rope_scaling": {"rope_type": "mrope", "factor": 8.0}},
-        "rope scaling of type 'mrope'",
-    ),
-    "old rope_scaling": ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope scaling of type 'ntk'"),
-    "rope_parameters": (
-        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}},
-        "rope scaling of type 'proportional'",
-    ),
-    "rope by layer": (
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "rope scaling with full_attention",
-    ),
-    "rope section": (
-        {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
-        "rope scaling with mrope_section",
-    ),
-    "rope twice": (
-        {"rope_scaling": {"factor": 2.0, "type": "linear"}, "rope_parameters": {"factor": 4.0}},
-        "do not agree on factor",
-    ),
-    "linear without a factor": ({"rope_scaling": {"type": "linear"}}, "has no factor"),
-    "yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, "has no factor"),
-    "llama3 without bounds": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
-    "llama3 bounds": (
-        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
-        "high_freq_factor 1.0 must be above low_freq_factor 4.0",
-    ),
-    "yarn bounds": (
-        {"rope_scaling": {"type": "yarn", "factor": 8.0, "beta_fast": 1, "beta_slow": 2}},
-        "beta_fast 1.0 must be above beta_slow 2.0",
-    ),
-    "yarn without turns": (
-        {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 8.0}},
-        "rope_theta 1.0 must be above 1",
-    ),
-    "longrope of other heads": (
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}},
-        "short_factor must be a list of 8 numbers",
-    ),
-    "factors of longrope in yarn": (
-        {
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 2.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [1.0] * 8,
-            }
-        },
-        "'yarn' with short_factor, long_factor",
-    ),
-    "a negative factor": (
-        {"rope_scaling": {"type": "linear", "factor": -2}},
-        "factor must be a positive number",
-    ),
-    "absurd scaling": ({"rope_scaling": {"type": "linear", "factor": 1e6}}, "reaches 2048000000 positions"),
-    "softcapping": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-    "softcapping of logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-    "scaled logits": ({"logits_scaling": 8.0}, "logits_scaling"),
-    "a bias of logits": ({"lm_head_bias": True}, "lm_head_bias"),
-    "interleaved rotation": ({"rope_interleaved": True}, "rope_interleaved"),
-    "experts": ({"num_local_experts": 8}, "num_local_experts"),
-    "layers of another kind": (
-        {**MISTRAL, "layer_types": ["chunked_attention"] * 2},
-        "layer_types must be full_attention or",
-    ),
-    "too few kinds of layers": ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types"),
-    "a negative window": ({**MISTRAL, "sliding_window": -1}, "sliding_window must be a positive"),
-    "a negative first layer": (
-        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
-        "max_window_layers",
-    ),
-    "more than a head rotated": (
-        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5},
-        "partial_rotary_factor 1.5",
-    ),
-    "rope_scaling of a wrong type": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
-    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "sliding window": ({"sliding_window": 4096}, "sliding-window"),
-    "sliding window flag": ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
-    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-    "quantization": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "unknown architecture": (
-        {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
-        "Qwen3ForCausalLM",
-    ),
-    "architecture of a wrong type": (
-        {"architectures": [["LlamaForCausalLM"]]},
-        r"architecture " r"\['LlamaForCausalLM'\] is not supported",
-    ),
-    "no architecture": ({"architectures": None}, "does not name its architecture"),
-    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
-    "absurd layers": ({"num_hidden_layers": 10**9}, "more than 4096 cannot be right"),
-    "absurd context": ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
-    "textual width": ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
-    "boolean count": ({"vocab_size": True}, "vocab_size"),
-    "missing ffn": ({"intermediate_size": None}, "has no intermediate_size"),
-    "uneven heads": ({"num_key_value_heads": 3}, "not a multiple"),
-    "odd head": ({"head_dim": 17}, "odd"),
-    "negative eps": ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
-    "no eps": ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
-    "no base": ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
-    "an endless base": ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
-    "a boolean base": ({"rope_theta": True}, "rope_theta must be a positive number, got True"),
-    "infinite theta": ({"rope_theta": float("inf")}, "rope_theta"),
-    "textual tie": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-    "textual eos": ({"eos_token_id": "</s>"}, "eos_token_id"),
-}
+MISTRAL, QWEN2, PHI3 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Phi3"))
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_would_change_the_mathematics_or_is_malformed_is_refused_by_name(
-    change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        parse_config({**config_json(TINY_LLAMA), **change}, "config.json")
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"type": kind, **fields}}
+
+
+# what a config states -> what the refusal says
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**MISTRAL, "attention_bias": True}, "attention_bias is true, but MistralForCausalLM"),
+    ({**QWEN2, "mlp_bias": True}, "mlp_bias is true, but Qwen2ForCausalLM"),
+    ({"attention_bias": "yes"}, "attention_bias must be true or false"),
+    ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "rope scaling of type 'mrope'"),
+    (rope("ntk", factor=2.0), "rope scaling of type 'ntk'"),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope scaling of type 'proportional'"),
+    ({"rope_parameters": {"full_attention": {"a": 1}}}, "rope scaling with full_attention"),
+    (rope("default", mrope_section=[1, 2]), "rope scaling with mrope_section"),
+    ({**rope("linear", factor=2.0), "rope_parameters": {"factor": 4.0}}, "do not agree on factor"),
+    (rope("linear"), "has no factor"),
+    (rope("yarn"), "has no factor"),
+    (rope("llama3", factor=8.0), "has no low_freq_factor"),
+    (
+        rope("llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0),
+        "must be above low_freq_factor",
+    ),
+    (rope("yarn", factor=8.0, beta_fast=1, beta_slow=2), "beta_fast 1.0 must be above beta_slow 2.0"),
+    ({**rope("yarn", factor=8.0), "rope_theta": 1.0}, "rope_theta 1.0 must be above 1"),
+    (rope("longrope", short_factor=[1.0], long_factor=[1.0] * 8), "short_factor must be a list of 8 numbers"),
+    (rope("yarn", factor=2.0, short_factor=[1.0] * 8), "'yarn' with short_factor"),
+    (rope("linear", factor=-2), "factor must be a positive number"),
+    (rope("linear", factor=1e6), "reaches 2048000000 positions"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"logits_scaling": 8.0}, "logits_scaling"),
+    ({"lm_head_bias": True}, "lm_head_bias"),
+    ({"rope_interleaved": True}, "rope_interleaved"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({**MISTRAL, "layer_types": ["chunked_attention"] * 2}, "layer_types must be full_attention or"),
+    ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types"),
+    ({**MISTRAL, "sliding_window": -1}, "sliding_window must be a positive"),
+    ({**QWEN2, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+    ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+    ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"sliding_window": 4096}, "sliding-window"),
+    ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"architectures": ["Mamba"]}, "Mamba is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+    ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
+    ({"architectures": None}, "does not name its architecture"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
+    ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
+    ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
+    ({"vocab_size": True}, "vocab_size"),
+    ({"intermediate_size": None}, "has no intermediate_size"),
+    ({"num_key_value_heads": 3}, "not a multiple"),
+    ({"head_dim": 17}, "odd"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
+    ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
+    ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+    ({"rope_theta": True}, "rope_theta must be a positive number, got True"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    ({"eos_token_id": "</s>"}, "eos_token_id"),
+]
+
+
+def test_what_would_change_the_mathematics_or_is_malformed_is_refused_by_name() -> None:
+    for change, message in REFUSED:
+        with pytest.raises(ModelError, match=message):
+            parse_config({**config_json(TINY_LLAMA), **change}, "config.json")
 
 
 def test_plain_rope_may_be_spelled_in_both_ways() -> None:
@@ -235,184 +177,75 @@ def test_a_number_is_believed_up_to_what_can_be_right(field: str, most: int) -> 
         parse_config({**config_json(TINY_LLAMA), field: most + 1}, "config.json")
 
 
-def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
-    }
+def stated(model: str, sizes: tuple[int, ...], context: int, **fields: Any) -> dict[str, Any]:
+    counts = (f"num_{kind}" for kind in ("hidden_layers", "attention_heads", "key_value_heads"))
+    names = ("hidden_size", "intermediate_size", *counts, "vocab_size")
+    unused = {"attention_dropout": 0.0, "use_cache": True, "torch_dtype": "bfloat16", "pretraining_tp": 1}
+    usual = {"max_position_embeddings": context, "hidden_act": "silu", "rms_norm_eps": 1e-5, **unused}
+    known = dict(zip(names, sizes, strict=True))
+    return {"architectures": [f"{model}ForCausalLM"], **known, **usual, **fields}
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-
-# What published models state, as far as it matters: what they are called, and what follows (context,
-# positions, head size, window, scheme).
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG = {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"}
+PHI3_MINI, LONG_PHI = (3072, 8192, 32, 32, 32, 32064), {"original_max_position_embeddings": 4096}
+# What published models state, as far as it matters, and what follows: context, positions, head size, window,
+# scheme.
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "Llama-2-7b": (
-        {
-            **sizes(4096, 11008, 32, 32, 32, 32000),
-            "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 4096,
-            "pretraining_tp": 1,
-            "rope_scaling": None,
-        },
+        stated("Llama", (4096, 11008, 32, 32, 32, 32000), 4096, rope_scaling=None),
         (4096, 4096, 128, 0, None),
     ),
     "Llama-3.1-8B": (
-        {
-            **sizes(4096, 14336, 32, 32, 8, 128256),
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": False,
-            "mlp_bias": False,
-            "max_position_embeddings": 131072,
-            "rope_scaling": LLAMA3,
-            "rope_theta": 500000.0,
-        },
+        stated("Llama", (4096, 14336, 32, 32, 8, 128256), 131072, rope_scaling=LLAMA3, rope_theta=5e5),
         (131072, 131072, 128, 0, "llama3"),
     ),
     "deepseek-coder-6.7b": (
-        {
-            **sizes(4096, 11008, 32, 32, 32, 32256),
-            "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 16384,
-            "rope_scaling": {"factor": 4.0, "type": "linear"},
-            "rope_theta": 100000,
-        },
+        stated("Llama", (4096, 11008, 32, 32, 32, 32256), 16384, **rope("linear", factor=4.0)),
         (16384, 65536, 128, 0, "linear"),
     ),
     "SmolLM2": (
-        {
-            **sizes(576, 1536, 30, 9, 3, 49152),
-            "architectures": ["LlamaForCausalLM"],
-            "is_llama_config": True,
-            "rope_interleaved": False,
-            "max_position_embeddings": 8192,
-            "rope_theta": 100000,
-            "tie_word_embeddings": True,
-        },
+        stated("Llama", (576, 1536, 30, 9, 3, 49152), 8192, is_llama_config=True, rope_interleaved=False),
         (8192, 8192, 64, 0, None),
     ),
     "Mistral-7B-v0.1": (
-        {
-            **sizes(4096, 14336, 32, 32, 8, 32000),
-            "architectures": ["MistralForCausalLM"],
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "rope_theta": 10000.0,
-        },
+        stated("Mistral", (4096, 14336, 32, 32, 8, 32000), 32768, sliding_window=4096),
         (32768, 32768, 128, 4096, None),
     ),
     "Mistral-Nemo": (
-        {
-            **sizes(5120, 14336, 40, 32, 8, 131072),
-            "architectures": ["MistralForCausalLM"],
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "sliding_window": None,
-            "rope_theta": 1000000.0,
-        },
+        stated("Mistral", (5120, 14336, 40, 32, 8, 131072), 131072, head_dim=128, sliding_window=None),
         (131072, 131072, 128, 0, None),
     ),
     "Qwen2.5-7B": (
-        {
-            **sizes(3584, 18944, 28, 28, 4, 152064),
-            "architectures": ["Qwen2ForCausalLM"],
-            "max_position_embeddings": 32768,
-            "max_window_layers": 28,
-            "sliding_window": 131072,
-            "use_sliding_window": False,
-            "use_mrope": False,
-            "rope_theta": 1000000.0,
-        },
+        stated("Qwen2", (3584, 18944, 28, 28, 4, 152064), 32768, sliding_window=131072),
         (32768, 32768, 128, 0, None),
     ),
     "Qwen3-8B with yarn": (
-        {
-            **sizes(4096, 12288, 36, 32, 8, 151936),
-            "architectures": ["Qwen3ForCausalLM"],
-            "attention_bias": False,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "max_window_layers": 36,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-            "rope_theta": 1000000,
-        },
+        stated("Qwen3", (4096, 12288, 36, 32, 8, 151936), 40960, head_dim=128, rope_scaling=YARN),
         (131072, 131072, 128, 0, "yarn"),
     ),
-    "Phi-3-mini-4k": (
-        {
-            **sizes(3072, 8192, 32, 32, 32, 32064),
-            "architectures": ["Phi3ForCausalLM"],
-            "attention_bias": False,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "rope_scaling": None,
-            "sliding_window": 2047,
-        },
-        (4096, 4096, 96, 2047, None),
-    ),
+    "Phi-3-mini-4k": (stated("Phi3", PHI3_MINI, 4096, sliding_window=2047), (4096, 4096, 96, 2047, None)),
     "Phi-3-mini-128k": (
-        {
-            **sizes(3072, 8192, 32, 32, 32, 32064),
-            "architectures": ["Phi3ForCausalLM"],
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
-            "sliding_window": 262144,
-        },
+        stated("Phi3", PHI3_MINI, 131072, **LONG_PHI, rope_scaling=LONG, sliding_window=262144),
         (131072, 131072, 96, 0, "longrope"),
     ),
     "Phi-4-mini": (
-        {
-            **sizes(3072, 8192, 32, 24, 8, 200064),
-            "architectures": ["Phi3ForCausalLM"],
-            "full_attn_mod": 1,
-            "interpolate_factor": 1,
-            "lm_head_bias": False,
-            "mlp_bias": False,
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 0.75,
-            "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
-            "sliding_window": 262144,
-            "tie_word_embeddings": True,
-        },
+        stated("Phi3", (3072, 8192, 32, 24, 8, 200064), 131072, **LONG_PHI, rope_scaling=LONG, mlp_bias=False)
+        | {"partial_rotary_factor": 0.75, "lm_head_bias": False, "tie_word_embeddings": True},
         (131072, 131072, 128, 0, "longrope"),
     ),
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_configs_of_published_models_are_understood(name: str) -> None:
-    raw, expected = PUBLISHED[name]
-    config = parse_config(raw, "config.json")
-    scheme = None if config.rope_scaling is None else config.rope_scaling.kind
-    assert (
-        config.default_len,
-        config.max_position,
-        config.head_dim,
-        max(config.windows, default=0),
-        scheme,
-    ) == expected
-    assert config.rotary_dim == (96 if name == "Phi-4-mini" else 0)
-    assert config.qkv_bias == (name == "Qwen2.5-7B")
+def test_the_configs_of_published_models_are_understood() -> None:
+    for name, (raw, expected) in PUBLISHED.items():
+        config = parse_config(raw, "config.json")
+        scheme = None if config.rope_scaling is None else config.rope_scaling.kind
+        window = max(config.windows, default=0)
+        assert (config.default_len, config.max_position, config.head_dim, window, scheme) == expected, name
+        assert config.rotary_dim == (96 if name == "Phi-4-mini" else 0)
+        assert config.qkv_bias == (name == "Qwen2.5-7B")
 
 
 @pytest.mark.parametrize(("outside", "trained"), [(None, 32768), (16384, 16384)])

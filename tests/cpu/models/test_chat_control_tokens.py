@@ -106,18 +106,14 @@ def special(ids: list[int]) -> list[int]:
     return [id for id in ids if REAL.is_special(id)]
 
 
-@EACH
-@pytest.mark.parametrize("messages", ORDINARY, ids=range(len(ORDINARY)))
-def test_ordinary_messages_have_the_ids_of_transformers(name: str, messages: list[dict[str, str]]) -> None:
-    expected = theirs(TEMPLATES[name]).apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    assert tokenizer(TEMPLATES[name]).encode_chat(messages) == expected
-
-
-def test_ordinary_messages_have_the_ids_of_transformers_with_the_embedded_template() -> None:
+def test_ordinary_messages_have_the_ids_of_transformers() -> None:
     for messages in ORDINARY:
         assert REAL.encode_chat(messages) == REAL.encode(rendered(REAL, messages), add_special=False)
+        for template in TEMPLATES.values():
+            expected = theirs(template).apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            assert tokenizer(template).encode_chat(messages) == expected
 
 
 @EACH
@@ -152,23 +148,20 @@ def test_text_between_special_tokens_is_cut_as_text_alone_would_be() -> None:
     assert not special(inside)
 
 
-@pytest.mark.parametrize(
-    ("turn", "content"),
-    [
+def test_a_template_that_would_make_one_from_pieces_is_refused_the_text() -> None:
+    for turn, content in (
         (TURN % "message.content | lower", "<|IM_END|>"),
         (TURN % "message.content | replace('-', '')", "<|im-_end|>"),
         ("<{{ message.content }}>", "|im_end|"),
         ("<|{{ message.content }}", "im_end|> x"),
         ("{{ message.content.split('-') | join }}", "<|im-_start|>"),
         ("{{ message.content | reverse }}", ">|dne_mi|<"),
-    ],
-)
-def test_a_template_that_would_make_one_from_pieces_is_refused_the_text(turn: str, content: str) -> None:
-    model = tokenizer(loop(turn))
-    assert model.encode_chat([{"role": "user", "content": "hello"}])
-    with pytest.raises(InvalidRequest, match="would make control tokens") as refused:
-        model.encode_chat([{"role": "user", "content": content}])
-    assert refused.value.param == "messages"
+    ):
+        model = tokenizer(loop(turn))
+        assert model.encode_chat([{"role": "user", "content": "hello"}])
+        with pytest.raises(InvalidRequest, match="would make control tokens") as refused:
+            model.encode_chat([{"role": "user", "content": content}])
+        assert refused.value.param == "messages"
 
 
 def test_who_wants_the_old_way_gets_it() -> None:
@@ -196,23 +189,8 @@ def test_special_tokens_that_swallow_blanks_do_so_beside_text_that_spells_them()
         backend, (), ChatTemplate("{% for m in messages %}{{ m.content + ' <E>\n\n' }}{% endfor %}end", {})
     )
     ids = model.encode_chat([{"role": "user", "content": "<E> x"}, {"role": "user", "content": "y"}])
-    assert [model.token_bytes(id).decode(errors="replace") for id in ids] == [
-        "<",
-        "E",
-        ">",
-        " x",
-        "<E>",
-        "y",
-        "<E>",
-        "end",
-    ]
-
-
-def test_without_the_disguise_the_property_above_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = [{"role": "user", "content": "a<|im_end|>b"}]
-    monkeypatch.setattr(chat_module.Rendered, "plain", lambda self, part: part)
-    ids = tokenizer(TEMPLATES["plain"]).encode_chat(messages)
-    assert "<|im_end|>b" not in REAL.decode(ids)
+    spelled = [model.token_bytes(id).decode(errors="replace") for id in ids]
+    assert spelled == ["<", "E", ">", " x", "<E>", "y", "<E>", "end"]
 
 
 def test_no_two_characters_have_the_same_disguise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,29 +211,25 @@ KNOWS_TOOLS = (
 HOSTILE = "<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
+def test_a_tool_spells_no_special_token_wherever_it_says_one() -> None:
+    model, end = tokenizer(KNOWS_TOOLS), REAL.encode(HOSTILE, add_special=False)
+    where: dict[str, Any]
+    for where in (
         {"description": HOSTILE},
         {"parameters": {"properties": {HOSTILE: {"type": "string"}}}},
         {"parameters": {"properties": {"role": {"type": "string", "description": HOSTILE}}}},
         {"parameters": {"role": HOSTILE}},
         {"parameters": {"enum": [["a", HOSTILE]]}},
-    ],
-    ids=["description", "name of a field", "under a field called role", "a value called role", "in a list"],
-)
-def test_a_tool_spells_no_special_token_wherever_it_says_one(where: dict[str, Any]) -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "d", **where}}
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": where}}
-    model = tokenizer(KNOWS_TOOLS)
-    end = REAL.encode(HOSTILE, add_special=False)
-    for messages, tools in (
-        ([{"role": "user", "content": "x"}], [tool]),
-        ([{"role": "assistant", "content": "x", "tool_calls": [call]}], None),
     ):
-        ids = model.encode_chat(messages, tools=tools)
-        assert ids.count(end[0]) == 1  # the template's own
-        assert model.decode(ids, skip_special=False).count(HOSTILE) >= 2  # what was said is there, as text
+        tool = {"type": "function", "function": {"name": "f", "description": "d", **where}}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": where}}
+        for messages, tools in (
+            ([{"role": "user", "content": "x"}], [tool]),
+            ([{"role": "assistant", "content": "x", "tool_calls": [call]}], None),
+        ):
+            ids = model.encode_chat(messages, tools=tools)
+            assert ids.count(end[0]) == 1  # the template's own
+            assert model.decode(ids, skip_special=False).count(HOSTILE) >= 2  # what was said, as text
 
 
 def test_a_template_may_write_special_tokens_by_the_types_that_tools_state() -> None:

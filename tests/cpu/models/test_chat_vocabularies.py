@@ -177,43 +177,19 @@ def test_secret_names_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     tokenizer = Tokenizer(
         flagged("SentencePiece BPE"), (), ChatTemplate(TEMPLATES["marks beside text"], ROLES)
     )
+    tokenizer.secret_names()
     monkeypatch.undo()
     with pytest.raises(InvalidRequest, match="private characters of Unicode that are taken"):
         tokenizer.encode_chat([{"role": "user", "content": chr(0xF0000) * 9}])
     assert tokenizer.encode_chat([{"role": "user", "content": chr(0xF0000) * 3}])
 
 
-def test_secret_names_are_drawn_for_each_vocabulary() -> None:
-    names = {Tokenizer(flagged("SentencePiece BPE"))._secret._secret for _ in range(3)}
-    assert len(names) == 3 and all(len(name) == 4 for name in names)
-
-
-def test_a_bpe_is_copied_where_text_would_become_a_special_token_and_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A copy of a large vocabulary takes seconds."""
-    copied: list[object] = []
-    make = tokenizer_module._renamed_model
-    monkeypatch.setattr(
-        tokenizer_module, "_renamed_model", lambda of, names: copied.append(of) or make(of, names)
-    )
+def test_text_does_not_merge_to_a_special_token_nor_to_the_secret_name_of_one() -> None:
     vocab = {token: id for id, token in enumerate(["e", "n", "d", "en", "end", "<", "▁"])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("e", "n"), ("en", "d")], unk_token="▁"))
     backend.add_special_tokens(
         [AddedToken(name, normalized=False) for name in ("end", "▁", "<new>", "<newer>")]
     )
     tokenizer = Tokenizer(backend, (), ChatTemplate("<new>{{ messages[0].content }}<newer>", {}))
-    assert (
-        tokenizer.encode_chat([{"role": "user", "content": "en<new>x"}]) == [7, 3, 5, 1, 0, 6, 6, 6, 8]
-        and not copied
-    )
-    assert tokenizer.encode_chat([{"role": "user", "content": "endend"}]) == [
-        7,
-        3,
-        2,
-        3,
-        2,
-        8,
-    ] and copied == [backend]
-    tokenizer.encode_chat([{"role": "user", "content": "end"}])
-    assert copied == [backend]
+    for content, ids in (("en<new>x", [7, 3, 5, 1, 0, 6, 6, 6, 8]), ("endend", [7, 3, 2, 3, 2, 8])):
+        assert tokenizer.encode_chat([{"role": "user", "content": content}]) == ids

@@ -63,17 +63,10 @@ def test_each_piece_comes_with_its_own_bytes_and_their_digest(
     if at_once:
         monkeypatch.setattr(hashed_file, "ThreadPoolExecutor", AtOnce)
     data = noise.read_bytes()
-    random = np.random.default_rng(1)
-    places = [
-        (int(start), int(num_bytes))
-        for start, num_bytes in zip(
-            random.integers(0, 50_000, 200), random.integers(1, 50_000, 200), strict=True
-        )
-    ]
+    places = np.random.default_rng(1).integers(1, 50_000, (200, 2)).tolist()
     with WeightFile(noise) as file:
-        found = [
-            (bytes(view), digest) for view, digest in read_pieces(FilePiece(file, *place) for place in places)
-        ]
+        reading = read_pieces(FilePiece(file, *place) for place in places)
+        found = [(bytes(view), digest) for view, digest in reading]
     expected = [data[start : start + num_bytes] for start, num_bytes in places]
     assert found == [(piece, hashlib.sha256(piece).digest()) for piece in expected]
 
@@ -109,21 +102,19 @@ def test_pieces_cover_every_row_once_and_are_no_larger_than_they_may_be(
     )
 
 
-@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5500])
-def test_any_part_of_a_hashed_file_can_be_read(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_part_of_a_hashed_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
-    data = np.random.default_rng(size).bytes(size)
     path = tmp_path / "file"
-    path.write_bytes(data)
-    with HashedFile(path, silent) as file:
-        assert len(file.digest) == DIGEST_BYTES
-        for start in range(0, size + 1, 100):
-            for end in range(start, size + 1, 333):
-                assert file.read(start, end - start) == data[start:end]
-            with pytest.raises(ModelError, match=rf"has {size} bytes; {size + 1} are wanted"):
-                file.read(start, size + 1 - start)
+    for size in (0, 1, 999, 1000, 1001, 5500):
+        data = np.random.default_rng(size).bytes(size)
+        path.write_bytes(data)
+        with HashedFile(path, silent) as file:
+            assert len(file.digest) == DIGEST_BYTES
+            for start in range(0, size + 1, 100):
+                for end in range(start, size + 1, 333):
+                    assert file.read(start, end - start) == data[start:end]
+                with pytest.raises(ModelError, match=rf"has {size} bytes; {size + 1} are wanted"):
+                    file.read(start, size + 1 - start)
 
 
 def test_the_digest_of_a_file_is_of_all_its_bytes_and_its_length(
@@ -159,19 +150,19 @@ def test_what_is_read_of_a_hashed_file_is_what_was_hashed_or_an_error(
                 file.read(start, num_bytes)
 
 
-@pytest.mark.parametrize("later_ns", [1, 1000, 10**9])
-def test_a_file_that_is_rewritten_in_place_is_noticed_however_soon(tmp_path: Path, later_ns: int) -> None:
+def test_a_file_that_is_rewritten_in_place_is_noticed_however_soon(tmp_path: Path) -> None:
     """It is as long as it was, and its time differs by less than a second."""
     path, first_ns = tmp_path / "weights", 1_700_000_000 * 10**9 + 5
-    path.write_bytes(b"before")
-    os.utime(path, ns=(first_ns, first_ns))
-    with WeightFile(path) as file:
-        file.check_unchanged()
-        with path.open("r+b") as same:
-            same.write(b"behind")
-        os.utime(path, ns=(first_ns + later_ns, first_ns + later_ns))
-        with pytest.raises(ModelError, match="was written to"):
+    for later_ns in (1, 1000, 10**9):
+        path.write_bytes(b"before")
+        os.utime(path, ns=(first_ns, first_ns))
+        with WeightFile(path) as file:
             file.check_unchanged()
+            with path.open("r+b") as same:
+                same.write(b"behind")
+            os.utime(path, ns=(first_ns + later_ns, first_ns + later_ns))
+            with pytest.raises(ModelError, match="was written to"):
+                file.check_unchanged()
 
 
 def test_a_file_that_cannot_be_hashed_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

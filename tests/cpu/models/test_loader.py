@@ -21,15 +21,9 @@ from penstock.testing.tiny_models import (
     TINY_LLAMA,
     TINY_QWEN3,
     config_json,
-    tiny_tensors,
     write_tiny_gguf,
     write_tiny_model,
 )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def load(
@@ -131,10 +125,10 @@ def test_a_dummy_of_a_directory_reads_its_config_and_no_weights(tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-0.6b", "tiny-qwen3", "tiny-llama"])
-def test_names_without_weights_say_that_they_need_dummy(name: str) -> None:
-    with pytest.raises(ModelError, match=f"{name} has no weights of its own: add --load-format dummy"):
-        load(name)
+def test_names_without_weights_say_that_they_need_dummy() -> None:
+    for name in ("qwen3-4b", "qwen3-0.6b", "tiny-qwen3", "tiny-llama"):
+        with pytest.raises(ModelError, match=f"{name} has no weights of its own: add --load-format dummy"):
+            load(name)
 
 
 def test_the_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +140,7 @@ def test_the_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 def test_a_wrong_path_lists_the_built_in_names(tmp_path: Path) -> None:
     for dummy in (False, True):
         with pytest.raises(
-            ModelError,
-            match=r"neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b",
+            ModelError, match=r"neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b"
         ):
             load(tmp_path / "nowhere", dummy=dummy)
 
@@ -169,71 +162,37 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "mrope", "factor": 8.0}},
-            "rope scaling of type 'mrope' is not supported",
-        ),
-        ({"num_local_experts": 8}, "num_local_experts"),
-    ],
-)
-def test_a_directory_whose_config_is_unsupported_is_refused(
-    tmp_path: Path, change: dict[str, object], message: str
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    for text in (
+        "",
+        "{",
+        "[]",
+        '"llama"',
+        "\xff",
+        json.dumps({**config_json(TINY_LLAMA), "num_local_experts": 8}),
+    ):
+        (directory / "config.json").write_text(text, encoding="latin-1")
+        for dummy in (False, True):
+            with pytest.raises(ModelError, match=r"config\.json"):
+                load(directory, dummy=dummy)
+
+
+def test_weights_that_do_not_fit_into_memory_are_a_model_error_and_our_own_defects_are_not(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    directory = write_tiny_model(tmp_path / "model")
-    (directory / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), **change}))
-    for dummy in (False, True):
-        with pytest.raises(ModelError, match=message):
-            load(directory, dummy=dummy)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"', "\xff"])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
-    directory = write_tiny_model(tmp_path / "model")
-    (directory / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ModelError, match=r"config\.json"):
-        load(directory)
-
-
-def test_a_failed_load_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
-    tensors = tiny_tensors(TINY_LLAMA)
-    tensors["model.norm.weight"] = torch.ones(3)
-    directory = write_tiny_model(tmp_path / "model", tensors=tensors)
-    before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(ModelError, match="misshapen"):
-        load(directory)
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    for error in (
         torch.OutOfMemoryError("tried to allocate 16 GiB"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 16 GiB"),
-    ],
-    ids=["device", "host"],
-)
-def test_weights_that_do_not_fit_into_memory_are_a_model_error(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
-) -> None:
-    def exhausted(*_: object) -> None:
-        raise error
+        RuntimeError("shapes do not match"),
+    ):
 
-    monkeypatch.setattr(loader, "dummy_weights", exhausted)
-    with pytest.raises(ModelError, match=r"tiny-llama do not fit into the memory of cpu: .*16 GiB"):
-        load("tiny-llama", dummy=True)
+        def fail(*_: object, error: RuntimeError = error) -> None:
+            raise error
 
-
-def test_a_defect_of_our_own_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def defect(*_: object) -> None:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(loader, "dummy_weights", defect)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        load("tiny-llama", dummy=True)
+        monkeypatch.setattr(loader, "dummy_weights", fail)
+        expected, said = ModelError, r"tiny-llama do not fit into the memory of cpu: .*16 GiB"
+        if "shapes" in str(error):
+            expected, said = RuntimeError, "shapes do not match"
+        with pytest.raises(expected, match=said):
+            load("tiny-llama", dummy=True)

@@ -176,7 +176,7 @@ def test_a_chat_is_cut_as_its_texts_are_between_special_tokens(name: str) -> Non
 def tekken(num_tokens: int = 6000) -> tuple[Tokenizer, dict[bytes, int]]:
     """The beginning of Mistral Nemo's vocabulary, as a GGUF file has it."""
     content = json.loads((DATA / "tekken_240911.json").read_text(encoding="utf-8"))
-    assert content["config"]["pattern"] == files_module._REGEXES["tekken"]
+    assert content["config"]["pattern"] == files_module._TEKKEN_WORDS
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in content["vocab"][:num_tokens]}
     letters = {byte: letter for letter, byte in BYTE_OF.items()}
     words = {word: "".join(letters[byte] for byte in word) for word in ranks}

@@ -16,14 +16,14 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.chat import ChatTemplate
 from penstock.models.llama import TINY_LLAMA
 from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
-from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
+from penstock.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_tiny_model
 from tests.support.embedded import embedded_tokenizer
 from tests.support.vocabularies import rendered, vocabulary
 
@@ -63,23 +63,6 @@ def test_decoding_any_ids_equals_the_library(ids: list[int], skip_special: bool)
     assert REAL.decode(ids, skip_special) == REAL._backend.decode(ids, skip_special_tokens=skip_special)
 
 
-@given(st.lists(st.integers(0, 255), max_size=30))
-def test_any_bytes_decode_as_the_library_decodes_them_also_where_they_are_no_utf8(data: list[int]) -> None:
-    character = {byte: text for text, byte in BYTE_OF.items()}
-    ids = [
-        REAL._backend.token_to_id(character[byte])
-        for byte in data
-        if REAL._backend.token_to_id(character[byte]) is not None
-    ]
-    assert REAL.decode(ids) == REAL._backend.decode(ids)
-
-
-def test_token_bytes_are_exact_also_for_a_part_of_a_character() -> None:
-    ids = REAL.encode("é日🙂")
-    assert b"".join(map(REAL.token_bytes, ids)) == "é日🙂".encode()
-    assert any("\ufffd" in REAL.token_bytes(id).decode(errors="replace") for id in ids)
-
-
 def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
     ids = REAL.encode("<|im_start|>user\nhi<|im_end|>")
     assert ids[0] == 1 and ids[-1] == 2
@@ -89,23 +72,10 @@ def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
     assert REAL.token_bytes(2) == b"<|im_end|>"
 
 
-def test_ids_without_a_text_decode_to_nothing() -> None:
-    assert REAL.decode([VOCABULARY, 10**6, -1]) == "" and REAL.token_bytes(-1) == b""
-
-
-def test_the_embedded_model_ends_at_its_own_end_token() -> None:
-    assert REAL.eos_ids == {2} and REAL.vocab_size == 49152 and REAL.has_chat_template
-
-
 def test_digits_stand_alone_and_blanks_before_them_stay_together() -> None:
     """The rule "smollm" splits digits first; splitting words first would make two tokens of the two
     blanks."""
-    assert [REAL.token_bytes(id).decode(errors="replace") for id in REAL.encode("x  12")] == [
-        "x",
-        "  ",
-        "1",
-        "2",
-    ]
+    assert [REAL.token_bytes(id) for id in REAL.encode("x  12")] == [b"x", b"  ", b"1", b"2"]
 
 
 @pytest.mark.parametrize("tokenizer", [REAL, ByteTokenizer(512)], ids=["real", "bytes"])
@@ -116,26 +86,7 @@ def test_half_a_surrogate_pair_is_the_clients_fault(tokenizer: Tokenizer | ByteT
 
 # ------------------------------------------------------------------------------------------ long and too long
 
-RUNS = [
-    " ",
-    "\n",
-    "a",
-    "7",
-    "#",
-    "=",
-    "é",
-    "東",
-    "🙂",
-    "\x04",
-    "\t",
-    "<|im_start|>",
-    "<|im_",
-    "end|>",
-    "\n" + " " * 80,
-    "#" * 80,
-    " the",
-    "'s",
-]
+RUNS = [*" \na7#=é東🙂\x04\t", "<|im_start|>", "<|im_", "end|>", "\n" + " " * 80, "#" * 80, " the", "'s"]
 ADVERSARIAL = st.lists(st.tuples(st.sampled_from(RUNS), st.integers(1, 120)), max_size=6).map(
     lambda runs: "".join(r * n for r, n in runs)
 )
@@ -145,15 +96,6 @@ ADVERSARIAL = st.lists(st.tuples(st.sampled_from(RUNS), st.integers(1, 120)), ma
 @settings(deadline=None)
 def test_encoding_beside_others_gives_the_ids_of_the_library(text: str, add_special: bool) -> None:
     assert REAL.encode(text, add_special) == REAL._backend.encode(text, add_special_tokens=add_special).ids
-
-
-@given(ADVERSARIAL | st.text(max_size=80))
-@settings(deadline=None)
-def test_no_text_has_fewer_tokens_than_its_bytes_say(text: str) -> None:
-    ids = REAL._backend.encode(text).ids
-    assert REAL._bound is not None
-    assert REAL._bound.num_tokens(text.encode()) <= len(ids)
-    assert REAL.encode(text, most=len(ids)) == ids, "a prompt that fits is never refused"
 
 
 def test_the_bound_is_met_by_the_longest_token_and_bytes_that_are_lost_do_not_count() -> None:
@@ -213,33 +155,11 @@ def test_too_many_bytes_are_refused_without_encoding_and_too_many_tokens_before_
         REAL.encode("7" * 811, most=10)
 
 
-def test_a_text_of_bytes_may_have_just_as_many_as_are_allowed() -> None:
-    assert ByteTokenizer(256).encode("sieben7", most=7) == list(b"sieben7")
-    with pytest.raises(InvalidRequest, match="the prompt has 8 tokens; 7 is the most"):
-        ByteTokenizer(256).encode("sieben 7", most=7)
-
-
 def changed(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(tiny_tokenizer().to_str())
     for name, part in parts.items():
         setattr(backend, name, part)
     return backend
-
-
-def test_where_a_token_can_stand_for_any_number_of_bytes_none_are_refused() -> None:
-    swallowing = changed()
-    swallowing.add_special_tokens([tokenizers.AddedToken("<E>", rstrip=True)])
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    removing = changed(
-        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), byte_level])
-    )
-    replacing = changed(normalizer=normalizers.Replace(tokenizers.Regex(" +"), ""))
-    unknown = changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), byte_level]))
-    for backend in (swallowing, removing, replacing, unknown):
-        tokenizer = Tokenizer(backend)
-        text = "<E>" + " " * 5000 + "a"
-        assert tokenizer._bound is None
-        assert tokenizer.encode(text, most=len(tokenizer.encode(text))) == tokenizer.encode(text)
 
 
 def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -> None:
@@ -263,27 +183,20 @@ def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -
 
 
 @given(st.text(max_size=50))
-@example("")
 @example("\x00\x7f\u0080\u07ff\u0800\uffff\U00010000\U0010ffff")
-def test_the_byte_tokenizer_is_utf8(text: str) -> None:
-    tokenizer = ByteTokenizer(256)
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_the_byte_tokenizer_is_utf8_of_no_more_bytes_than_are_allowed(text: str) -> None:
+    tokenizer, data = ByteTokenizer(256), list(text.encode())
+    assert tokenizer.encode(text, most=len(data)) == data and tokenizer.decode(data) == text
+    with pytest.raises(InvalidRequest, match=f"has {len(data) + 1} tokens; {len(data)} is the most"):
+        tokenizer.encode(text + "7", most=len(data))
+    with pytest.raises(ModelError, match="at least 256"):
+        ByteTokenizer(255)
 
 
 def test_ids_behind_the_bytes_are_visible_and_those_behind_the_vocabulary_are_nothing() -> None:
     tokenizer = ByteTokenizer(512)
     assert tokenizer.decode([104, 105, 300, 511, 512]) == "hi<300><511>"
     assert not tokenizer.is_special(300) and tokenizer.eos_ids == frozenset()
-
-
-def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
-    with pytest.raises(ModelError, match="at least 256"):
-        ByteTokenizer(255)
-
-
-def test_a_model_without_a_tokenizer_can_still_chat() -> None:
-    assert rendered(ByteTokenizer(512), MESSAGES) == "user: What is a penstock?\nassistant: "
 
 
 # ------------------------------------------------------------------------------------------------------- chat
@@ -303,37 +216,33 @@ def test_a_chat_is_rendered_by_the_models_own_template() -> None:
     assert not rendered(REAL, MESSAGES, False).endswith("assistant\n")
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": 5}],
-        ["user"],
-        [{}],
-    ],
-    ids=repr,
-)
-def test_messages_that_the_template_cannot_take_are_the_clients_fault(messages: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        rendered(REAL, messages)
-    assert caught.value.param == "messages"
-
-
-def test_a_templates_own_refusal_reaches_the_client(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        rendered(tokenizer, MESSAGES)
-
-
-def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
-    for escape in (
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
+def test_messages_that_the_template_cannot_take_are_the_clients_fault() -> None:
+    bad: Any
+    for bad in (
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": 5},
+        "user",
+        {},
     ):
-        with pytest.raises(InvalidRequest):
-            rendered(with_template(tmp_path, escape), MESSAGES)
+        with pytest.raises(InvalidRequest) as caught:
+            rendered(REAL, [bad])
+        assert caught.value.param == "messages"
+
+
+def test_what_a_template_may_not_do_is_the_clients_fault_or_the_models(tmp_path: Path) -> None:
+    for source, said in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            rendered(with_template(tmp_path, source), MESSAGES)
+    with pytest.raises(ModelError, match="chat template cannot be parsed"):
+        with_template(tmp_path, "{% for %}")
+    with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
+        with_template(tmp_path, None).encode_chat(MESSAGES)
 
 
 def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path: Path) -> None:
@@ -343,28 +252,6 @@ def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path:
     source = template.replace("{% break %}", "{% for m in messages %}{% break %}{% endfor %}")
     text = rendered(with_template(tmp_path, source), [{"role": "user", "content": "<é>"}])
     assert text == '<|endoftext|><|im_end|>{"role": "user", "content": "<é>"}'
-
-
-def test_a_template_that_does_not_parse_is_the_models_fault(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="chat template cannot be parsed"):
-        with_template(tmp_path, "{% for %}")
-
-
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}]
-    assert rendered(with_template(tmp_path, named), MESSAGES) == "plain"
-    assert not with_template(tmp_path, named[:1]).has_chat_template
-
-
-def test_a_template_file_comes_before_the_one_in_the_config(tmp_path: Path) -> None:
-    with_template(tmp_path, "from the config")
-    (tmp_path / "model" / "chat_template.jinja").write_text("from the file")
-    assert rendered(load_tokenizer(tmp_path / "model", TINY_LLAMA), MESSAGES) == "from the file"
-
-
-def test_without_a_template_chat_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
-        with_template(tmp_path, None).encode_chat(MESSAGES)
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -380,63 +267,64 @@ def test_end_ids_come_from_the_generation_config_and_the_tokenizers_own_end_toke
     assert load_tokenizer(directory, config).eos_ids == {7}
 
 
-def test_the_tiny_tokenizer_fills_its_vocabulary() -> None:
-    tokenizer = Tokenizer(tiny_tokenizer())
-    assert tokenizer.vocab_size == 512
-    assert all(tokenizer.token_bytes(id) for id in range(512))
-
-
-def rewrite_json(name: str, text: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / name).write_text(text) and None
-
-
-def use_words(directory: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer.decoder = decoders.BPEDecoder()
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (
-        lambda directory: (directory / "tokenizer.json").unlink(),
-        "tokenizer.json is missing or not a tokenizer",
-    ),
-    "not JSON": (rewrite_json("tokenizer.json", "{"), "tokenizer.json is missing or not a tokenizer"),
-    "another object": (
-        rewrite_json("tokenizer.json", '{"version": "1.0"}'),
-        "tokenizer.json is missing or not a tokenizer",
-    ),
-    "a decoder that looks ahead": (use_words, "decoder is not supported: BPEDecoder"),
-    "config not JSON": (
-        rewrite_json("tokenizer_config.json", "nonsense"),
-        "tokenizer_config.json is not valid JSON",
-    ),
-    "config not an object": (
-        rewrite_json("generation_config.json", "[1]"),
-        "generation_config.json must hold a JSON object",
-    ),
-    "end id not a number": (rewrite_json("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
-    "end id outside": (
-        rewrite_json("generation_config.json", '{"eos_token_id": 512}'),
+UNUSABLE = [  # a file's content, and what is said of it; None: it is not there
+    ("tokenizer.json", None, "tokenizer.json is missing or not a tokenizer"),
+    ("tokenizer.json", "{", "tokenizer.json is missing or not a tokenizer"),
+    ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is missing or not a tokenizer"),
+    ("tokenizer_config.json", "nonsense", "tokenizer_config.json is not valid JSON"),
+    ("generation_config.json", "[1]", "generation_config.json must hold a JSON object"),
+    ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
+    (
+        "generation_config.json",
+        '{"eos_token_id": 512}',
         "ids up to 512, but the model's vocabulary ends at 511",
     ),
-    "template not text": (
-        rewrite_json("tokenizer_config.json", '{"chat_template": 5}'),
-        "chat_template must be text",
-    ),
-}
+    ("tokenizer_config.json", '{"chat_template": 5}', "chat_template must be text"),
+]
 
 
-@pytest.mark.parametrize(("spoil", "message"), UNUSABLE.values(), ids=UNUSABLE)
-def test_tokenizer_files_that_cannot_be_used_are_model_errors(
-    tmp_path: Path, spoil: Callable[[Path], None], message: str
-) -> None:
-    directory = write_tiny_model(tmp_path / "model")
-    spoil(directory)
-    with pytest.raises(ModelError, match=message):
-        load_tokenizer(directory, TINY_LLAMA)
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_files_that_cannot_be_used_are_model_errors(tmp_path: Path) -> None:
+    for name, text, message in UNUSABLE:
+        directory = write_tiny_model(tmp_path / "model")
+        (directory / name).unlink()
+        if text is not None:
+            (directory / name).write_text(text)
+        with pytest.raises(ModelError, match=message):
+            load_tokenizer(directory, TINY_LLAMA)
     with pytest.raises(ModelError, match="ids up to 511, but the model's vocabulary ends at 299"):
         load_tokenizer(write_tiny_model(tmp_path / "model"), dataclasses.replace(TINY_LLAMA, vocab=300))
+
+
+# ---------------------------------------------------------------------------------------- limits and settings
+
+
+def test_a_chat_of_exactly_the_most_tokens_is_taken_and_one_more_is_not() -> None:
+    """Also where it is cut in pieces, none of which is too long by itself."""
+    model = Tokenizer(tiny_tokenizer(), (2,), ChatTemplate(CHAT_TEMPLATE, {}))
+    for content in ("what is a penstock", "see <|im_end|> and <|im_start|> 12"):
+        for special_in_text in (False, True):
+            messages = [{"role": "user", "content": content}] * 3
+            ids = model.encode_chat(messages, special_in_text=special_in_text)
+            assert model.encode_chat(messages, len(ids), special_in_text) == ids
+            with pytest.raises(InvalidRequest, match=f"{len(ids) - 1} is the most") as refused:
+                model.encode_chat(messages, len(ids) - 1, special_in_text)
+            assert refused.value.param == "prompt"
+
+
+def test_truncation_and_padding_of_a_vocabulary_do_not_touch_prompts() -> None:
+    text = "A prompt of some words, none of which may be lost or added to."
+    backend = tokenizers.Tokenizer.from_str(REAL._backend.to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64, pad_id=0)
+    saved = tokenizers.Tokenizer.from_str(backend.to_str())  # as it comes from a file
+    assert len(saved.encode(text).ids) == 64, "settings that do nothing prove nothing"
+    assert Tokenizer(saved).encode(text) == REAL.encode(text)
+
+
+def test_json_is_written_as_the_template_asks_for_it() -> None:
+    message, wide = {"role": "user", "content": "b < a & 'é' 東京"}, {"ensure_ascii": True, "indent": 4}
+    options: dict[str, Any]
+    for options in ({}, {"indent": 2}, {"sort_keys": True}, {"separators": (",", ":")}, wide):
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        text = ChatTemplate("{{ messages[0] | tojson(" + arguments + ") }}", {}).render([message], False)
+        assert text == json.dumps(message, **{"ensure_ascii": False, **options})

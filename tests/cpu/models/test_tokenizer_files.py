@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tokenizers import AddedToken, models
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
@@ -51,28 +50,24 @@ def theirs(path: Path) -> Any:
 # ---------------------------------------------------------------------------------- where texts begin and end
 
 # settings, ids before a text and behind it
-FRAMES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
-    "nothing said": ({}, [], []),
-    "no bos": ({"add_bos_token": False}, [], []),
-    "bos": ({"add_bos_token": True}, [1], []),
-    "bos and eos": ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
-    "eos": ({"add_bos_token": False, "add_eos_token": True}, [], [2]),
-    "null": ({"add_bos_token": None, "add_eos_token": None}, [], []),
-}
+FRAMES: list[tuple[dict[str, Any], list[int], list[int]]] = [
+    ({}, [], []),
+    ({"add_bos_token": False}, [], []),
+    ({"add_bos_token": True}, [1], []),
+    ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+    ({"add_bos_token": False, "add_eos_token": True}, [], [2]),
+    ({"add_bos_token": None, "add_eos_token": None}, [], []),
+]
 
 
-@pytest.mark.parametrize(("settings", "before", "behind"), FRAMES.values(), ids=FRAMES)
-def test_texts_begin_and_end_as_the_vocabulary_says_else_the_settings(
-    tmp_path: Path, settings: dict[str, Any], before: list[int], behind: list[int]
-) -> None:
-    path = directory(tmp_path / "model", {**ROLES, **settings})
-    tokenizer = load_tokenizer(path, LARGE)
-    ids = tokenizer.encode(TEXT, add_special=False)
-    assert tokenizer.encode(TEXT) == [1, *ids] == theirs(path).encode(TEXT), (
-        "its post-processor puts <s> before a text"
-    )
-    silent = load_tokenizer(directory(tmp_path / "silent", {**ROLES, **settings}, bare(*SPECIAL)), LARGE)
-    assert silent.encode(TEXT) == [*before, *ids, *behind]
+def test_texts_begin_and_end_as_the_vocabulary_says_else_the_settings(tmp_path: Path) -> None:
+    for settings, before, behind in FRAMES:
+        path = directory(tmp_path / "model", {**ROLES, **settings})
+        tokenizer = load_tokenizer(path, LARGE)
+        ids = tokenizer.encode(TEXT, add_special=False)
+        assert tokenizer.encode(TEXT) == [1, *ids] == theirs(path).encode(TEXT), "as its post-processor says"
+        silent = load_tokenizer(directory(tmp_path / "silent", {**ROLES, **settings}, bare(*SPECIAL)), LARGE)
+        assert silent.encode(TEXT) == [*before, *ids, *behind]
 
 
 def test_a_text_cannot_begin_with_a_token_that_is_not_there(tmp_path: Path) -> None:
@@ -140,21 +135,18 @@ def test_declared_tokens_are_added_with_their_flags(tmp_path: Path) -> None:
     assert tokenizer.decode([915, 916, 915]) == "<tool><tool>" and tokenizer.token_bytes(4) == b"<|end|>"
 
 
-@pytest.mark.parametrize(
-    ("declared", "message"),
-    [
+def test_declared_tokens_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    declared: Any
+    for declared, message in (
         ({"917": {"content": "<tool>"}}, "token '<tool>' is declared as 917, but is 915"),
         ({"x": {"content": "<tool>"}}, "added_tokens_decoder cannot be read"),
         ({"915": "<tool>"}, "added_tokens_decoder cannot be read"),
         ({"915": {"content": 5}}, "added_tokens_decoder cannot be read"),
         (["<tool>"], "added_tokens_decoder cannot be read"),
-    ],
-    ids=repr,
-)
-def test_declared_tokens_that_cannot_be_had_are_refused(tmp_path: Path, declared: Any, message: str) -> None:
-    path = directory(tmp_path / "model", {**ROLES, "added_tokens_decoder": declared})
-    with pytest.raises(ModelError, match=message):
-        load_tokenizer(path, LARGE)
+    ):
+        path = directory(tmp_path / "model", {**ROLES, "added_tokens_decoder": declared})
+        with pytest.raises(ModelError, match=message):
+            load_tokenizer(path, LARGE)
 
 
 # ------------------------------------------------------------------------------------- templates, other files
@@ -163,16 +155,8 @@ def test_declared_tokens_that_cannot_be_had_are_refused(tmp_path: Path, declared
 def test_a_template_is_taken_from_the_first_file_that_has_one(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", chat_template={"chat_template": "from chat_template.json"})
     assert rendered(load_tokenizer(path, LARGE), []) == "from chat_template.json"
-    directory(
-        path,
-        {
-            **ROLES,
-            "chat_template": [
-                {"name": "rag", "template": "x"},
-                {"name": "default", "template": "from the settings"},
-            ],
-        },
-    )
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": "from the settings"}]
+    directory(path, {**ROLES, "chat_template": named})
     assert rendered(load_tokenizer(path, LARGE), []) == "from the settings"
     (path / "chat_template.jinja").write_text("from chat_template.jinja")
     assert rendered(load_tokenizer(path, LARGE), []) == "from chat_template.jinja"
@@ -211,49 +195,27 @@ def test_requests_with_tools_have_a_template_of_their_own_where_the_model_has_on
 
 
 def test_every_role_is_known_to_templates(tmp_path: Path) -> None:
-    roles = {
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
-        "sep_token": "<|end|>",
-        "cls_token": "<|user|>",
-        "mask_token": "a",
-    }
-    template = (
-        "{{ bos_token }}{{ eos_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}{{ pad_token is "
-        "defined }}"
-    )
+    roles = {**ROLES, "eos_token": {"content": "</s>"}, "sep_token": "<|end|>", "cls_token": "<|user|>"}
+    template = "{{ bos_token }}{{ eos_token }}{{ sep_token }}{{ cls_token }}{{ pad_token is defined }}"
     path = directory(tmp_path / "model", {**roles, "chat_template": template})
-    assert rendered(load_tokenizer(path, LARGE), []) == "<s></s><|end|><|user|>aFalse"
+    assert rendered(load_tokenizer(path, LARGE), []) == "<s></s><|end|><|user|>False"
 
 
-@pytest.mark.parametrize(
-    ("other", "needed"),
-    [
+def test_a_directory_with_another_kind_of_vocabulary_says_how_to_convert_it(tmp_path: Path) -> None:
+    for other, needed in (
         ("tokenizer.model", "transformers sentencepiece protobuf,"),
         ("spiece.model", "transformers sentencepiece protobuf,"),
         ("tekken.json", "transformers mistral-common,"),
         ("vocab.json", "transformers,"),
         ("vocab.txt", "transformers,"),
-    ],
-)
-def test_a_directory_with_another_kind_of_vocabulary_says_how_to_convert_it(
-    tmp_path: Path, other: str, needed: str
-) -> None:
-    path = directory(tmp_path / "model")
-    (path / other).write_bytes(b"x")
-    load_tokenizer(path, LARGE)
-    (path / "tokenizer.json").unlink()
-    with pytest.raises(
-        ModelError,
-        match=rf"has {other} "
-        rf"but "
-        rf"no "
-        rf"tokenizer.json.* "
-        rf"install "
-        rf"{needed} "
-        rf".*from_pretrained.*save_pretrained",
     ):
+        path = directory(tmp_path / other)
+        (path / other).write_bytes(b"x")
         load_tokenizer(path, LARGE)
+        (path / "tokenizer.json").unlink()
+        said = rf"has {other} but no tokenizer.json.* install {needed} .*from_pretrained.*save_pretrained"
+        with pytest.raises(ModelError, match=said):
+            load_tokenizer(path, LARGE)
 
 
 # ------------------------------------------------------------------------------------------------------- GGUF
@@ -298,13 +260,8 @@ def test_a_gguf_file_with_a_sentencepiece_vocabulary_loads_and_cuts_text_as_a_di
         assert tokenizer.eos_ids == {2, 4} == set(loaded.model.config.eos_ids)
         assert [id for id in range(9) if tokenizer.is_special(id)] == [0, 1, 2, 3, 4]
         the = library.token_to_id("▁the")
-        assert tokenizer.encode_chat([{"role": "user", "content": "the</s>"}]) == [
-            1,
-            3,
-            the,
-            *plain("</s>"),
-            4,
-        ]
+        ids = tokenizer.encode_chat([{"role": "user", "content": "the</s>"}])
+        assert ids == [1, 3, the, *plain("</s>"), 4]
 
 
 def plain(text: str) -> list[int]:
@@ -340,21 +297,8 @@ def test_the_unknown_token_is_special_also_where_no_role_names_it(tmp_path: Path
 
 
 def test_the_best_score_is_merged_first_and_blanks_go_to_the_longest_run(tmp_path: Path) -> None:
-    tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "c",
-        "ab",
-        "bc",
-        "▁▁",
-        "▁▁▁",
-        "▁a",
-    ]
+    words = ["▁", "a", "b", "c", "ab", "bc", "▁▁", "▁▁▁", "▁a"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     scores = {"ab": -5.0, "bc": -4.0, "▁a": -3.0, "▁▁": -1e9, "▁▁▁": -1e9}
     metadata = {
         "tokenizer.ggml.model": "llama",
@@ -386,156 +330,83 @@ def test_tokens_of_phi3_swallow_blanks_behind_them(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_gguf_vocabularies_that_cannot_be_used_are_refused_by_name() -> None:
+    changes: dict[str, Any]
+    for changes, message in (
         ({"scores": [0.0]}, "915 tokens, but 1 scores"),
         ({"scores": None}, "has no usable tokenizer.ggml.scores"),
         ({"token_type": [1]}, "915 tokens, but 1 token types"),
         ({"precompiled_charsmap": [1]}, "precompiled_charsmap is not supported"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces is not supported"),
         ({"model": "t5"}, "tokenizer model 't5' is not supported; supported are gpt2 and llama"),
-        ({"model": "bert"}, "tokenizer model 'bert' is not supported"),
         ({"model": None}, "tokenizer model None is not supported"),
         ({"bos_token_id": 915}, "outside the vocabulary of 915"),
-    ],
-    ids=repr,
-)
-def test_gguf_vocabularies_that_cannot_be_used_are_refused_by_name(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ModelError, match=f"x.gguf.*{message}"):
-        tokenizer_files(sentencepiece_metadata(**changes), "x.gguf")
+    ):
+        with pytest.raises(ModelError, match=f"x.gguf.*{message}"):
+            tokenizer_files(sentencepiece_metadata(**changes), "x.gguf")
 
 
-def ends(names: list[str], kinds: list[int], **ids: int) -> list[int]:
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": ["a", "b", "ab", *names],
-        "tokenizer.ggml.token_type": [1, 1, 1, *kinds],
-        "tokenizer.ggml.merges": ["a b"],
-        **{f"tokenizer.ggml.{name}_token_id": id for name, id in ids.items()},
-    }
-    return json.loads(tokenizer_files(metadata, "x")["generation_config.json"])["eos_token_id"]
+def of_bytes(name: str, *words: str, **more: Any) -> dict[str, Any]:
+    """GGUF metadata: the bytes, the word "aa", and special `words` from id 257 on."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"tokens": [*alphabet, "aa", *words], "token_type": [*[1] * 257, *[3] * len(words)]}
+    stated = {"model": "gpt2", "pre": name, "merges": ["a a"], **vocabulary, **more}
+    return {f"tokenizer.ggml.{key}": value for key, value in stated.items()}
 
 
 def test_every_token_that_ends_a_turn_ends_a_text() -> None:
     names = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|start|>", "<mine>"]
-    assert ends(names, [3] * 7) == [3, 4, 5, 6, 7]
-    assert ends(names, [1] * 7, eos=8, eom=9, eot=0) == [0, 8, 9], (
-        "a word is no control token, whatever it is called"
-    )
+
+    def ends(**more: Any) -> list[int]:
+        files = tokenizer_files(of_bytes("gpt-2", *names, **more), "x")
+        found: list[int] = json.loads(files["generation_config.json"])["eos_token_id"]
+        return found
+
+    assert ends() == [257, 258, 259, 260, 261]
+    no_controls = {"token_type": [1] * 264}
+    stated = ends(**no_controls, eos_token_id=262, eom_token_id=263, eot_token_id=0)
+    assert stated == [0, 262, 263], "a word is no control token, whatever it is called"
 
 
 # Words of each pre-tokenizer; "|" stands between them.
-SPLITS = {
-    "gpt-2": "it|'s| 1234|  | x|!!|\n\n",
-    "llama-bpe": "it|'s| |123|4| | x|!!\n\n",
-    "qwen2": "it|'s| |1|2|3|4| | x|!!\n\n",
-    "tekken": "it|'s| |1|2|3|4| | x|!!\n\n",
-    "smollm": "it|'s| |1|2|3|4|  | x|!!|\n\n",
-}
+SPLITS = [
+    ("gpt-2", "it|'s| 1234|  | x|!!|\n\n"),
+    ("llama-bpe", "it|'s| |123|4| | x|!!\n\n"),
+    ("qwen2", "it|'s| |1|2|3|4| | x|!!\n\n"),
+    ("tekken", "it|'s| |1|2|3|4| | x|!!\n\n"),
+    ("smollm", "it|'s| |1|2|3|4|  | x|!!|\n\n"),
+    ("tekken", "camel|Case| x|://\n|a"),
+    ("llama-bpe", "camelCase| x|://\n|a"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [*SPLITS.items(), ("tekken", "camel|Case| x|://\n|a"), ("llama-bpe", "camelCase| x|://\n|a")],
-)
-def test_words_are_cut_as_the_vocabularies_were_trained(name: str, words: str) -> None:
-    """With a vocabulary of bytes: its own words are what the pre-tokenizer has cut."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.tokens": [*sorted(alphabet), "aa"],
-        "tokenizer.ggml.token_type": [1] * 257,
-        "tokenizer.ggml.merges": ["a a"],
-    }
-    backend = tokenizers.Tokenizer.from_str(tokenizer_files(metadata, "x")["tokenizer.json"].decode())
-    text = words.replace("|", "")
-    found = [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
-    assert found == words.split("|")
+def test_words_are_cut_as_the_vocabularies_were_trained() -> None:
+    for name, words in SPLITS:
+        files, text = tokenizer_files(of_bytes(name), "x"), words.replace("|", "")
+        cutter = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()).pre_tokenizer
+        found = [text[begin:end] for _, (begin, end) in cutter.pre_tokenize_str(text)]
+        assert found == words.split("|"), name
 
 
 def test_vocabularies_that_take_words_whole_and_begin_texts_do_so_in_gguf_files(tmp_path: Path) -> None:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [*alphabet, "whole", "wh", "<s>"],
-        "tokenizer.ggml.token_type": [*[1] * 258, 3],
-        "tokenizer.ggml.merges": ["w h"],
-        "tokenizer.ggml.bos_token_id": 258,
-    }
-    for name in ("llama-bpe", "tekken"):
-        assert from_metadata(tmp_path / "model", {**metadata, "tokenizer.ggml.pre": name}).encode(
-            "whole"
-        ) == [258, 256]
-    for name in ("qwen2", "gpt-2", "smollm"):
-        ids = from_metadata(tmp_path / "model", {**metadata, "tokenizer.ggml.pre": name}).encode("whole")
-        assert ids[0] == 257 and len(ids) == 4
+    kinds = {"token_type": [*[1] * 258, 3], "bos_token_id": 258}
+    for name in ("llama-bpe", "tekken", "qwen2", "gpt-2", "smollm"):
+        ids = from_metadata(tmp_path / "model", of_bytes(name, "whole", "<s>", **kinds)).encode("whole")
+        assert ids == [258, 257] if name in ("llama-bpe", "tekken") else len(ids) == len("whole")
+    template = {"tokenizer.chat_template": "<s>{{ messages[0].content }}<s>"}
+    chat = from_metadata(tmp_path / "model", {**of_bytes("llama-bpe", "stop", "<s>"), **template})
+    ids = chat.encode_chat([{"role": "user", "content": "stop <s>"}])
+    assert [id for id in ids if id > 256] == [258, 258] and len(ids) == 2 + len("stop <s>"), "text stays text"
 
 
-def test_text_that_is_a_special_token_to_a_vocabulary_that_takes_words_whole_stays_text(
-    tmp_path: Path,
-) -> None:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "llama-bpe",
-        "tokenizer.ggml.tokens": [*alphabet, "aa", "stop", "<s>"],
-        "tokenizer.ggml.token_type": [*[1] * 257, 3, 3],
-        "tokenizer.ggml.merges": ["a a"],
-        "tokenizer.chat_template": "<s>{{ messages[0].content }}<s>",
-    }
-    ids = from_metadata(tmp_path / "model", metadata).encode_chat([{"role": "user", "content": "stop <s>"}])
-    assert [id for id in ids if id > 256] == [258, 258] and len(ids) == 2 + len("stop <s>")
-
-
-@pytest.mark.parametrize("has_own", [False, True])
-def test_requests_with_tools_have_the_template_that_a_gguf_file_has_for_them(
-    has_own: bool, tmp_path: Path
-) -> None:
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "aa"],
-        "tokenizer.ggml.token_type": [1] * 257,
-        "tokenizer.ggml.merges": ["a a"],
-        "tokenizer.chat_template": "no tools: {{ messages[0].content }}",
-        **(
-            {
-                "tokenizer.chat_templates": ["tool_use"],
-                "tokenizer.chat_template.tool_use": "{{ tools | length }} tools",
-            }
-            if has_own
-            else {}
-        ),
-    }
-    chat = from_metadata(tmp_path / "model", metadata).chat_template
-    assert chat is not None
-    tools, messages = (
-        [{"type": "function", "function": {"name": "now"}}],
-        [{"role": "user", "content": "when"}],
-    )
-    assert chat.render(messages, True) == "no tools: when"
-    assert chat.render(messages, True, tools=tools) == ("1 tools" if has_own else "no tools: when")
-    del metadata["tokenizer.chat_template"]
-    assert not from_metadata(tmp_path / "other", metadata).has_chat_template, (
-        "it is not for chats without tools"
-    )
-
-
-def test_a_bpe_that_merges_to_a_special_token_does_not_make_it_of_text() -> None:
-    from penstock.models.chat import ChatTemplate
-
-    vocab = {token: id for id, token in enumerate(["e", "n", "d", "en", "end", "<"])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("e", "n"), ("en", "d")]))
-    backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens([AddedToken("end", normalized=False)])
-    tokenizer = Tokenizer(backend, (), ChatTemplate("<end{{ messages[0].content }}end", {}))
-    assert tokenizer.encode_chat([{"role": "user", "content": "endend"}]) == [5, 4, 3, 2, 3, 2, 4]
-
-
-def test_special_tokens_of_the_tests_are_what_they_are_taken_for() -> None:
-    assert [vocabulary("SentencePiece BPE").token_to_id(token) for token in SPECIAL] == [0, 1, 2, 3, 4]
+def test_requests_with_tools_have_the_template_that_a_gguf_file_has_for_them(tmp_path: Path) -> None:
+    plain = {"tokenizer.chat_template": "no tools: {{ messages[0].content }}"}
+    own = {"tokenizer.chat_template.tool_use": "{{ tools | length }} tools"}
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    messages = [{"role": "user", "content": "when"}]
+    for more, with_tools in ((plain, "no tools: when"), ({**plain, **own}, "1 tools")):
+        chat = from_metadata(tmp_path / "model", {**of_bytes("gpt-2"), **more}).chat_template
+        assert chat is not None and chat.render(messages, True) == "no tools: when"
+        assert chat.render(messages, True, tools=tools) == with_tools
+    only = from_metadata(tmp_path / "other", {**of_bytes("gpt-2"), **own})
+    assert not only.has_chat_template, "it is not for chats without tools"

@@ -8,7 +8,6 @@ import torch
 
 from penstock.models.llama import TINY_LLAMA
 from penstock.models.model import ModelConfig
-from penstock.models.progress import silent
 from penstock.models.qwen3 import QWEN3_4B, TINY_QWEN3
 from penstock.models.registry import layout
 from penstock.models.weights import dummy_digest, dummy_weights, weights_digest
@@ -30,19 +29,16 @@ def test_fused_weights_have_the_rows_of_all_their_parts() -> None:
 
 
 def test_dummy_weights_follow_from_the_seed_alone() -> None:
-    first, again, other = (dummy_weights(TINY_QWEN3, seed, CPU, torch.bfloat16, silent) for seed in (7, 7, 8))
-    assert set(first) == {weight.name for weight in layout(TINY_QWEN3)}
-    assert all(
-        torch.equal(first[name], again[name]) and first[name].dtype == torch.bfloat16 for name in first
-    )
-    assert not torch.equal(first["layers.1.down"], other["layers.1.down"])
-
-
-def test_dummy_progress_ends_at_its_total() -> None:
     calls: list[tuple[str, int, int]] = []
-    dummy_weights(TINY_LLAMA, 0, CPU, torch.float32, lambda *call: calls.append(call))
-    assert calls[-1][1] == calls[-1][2] == sum(weight.numel for weight in layout(TINY_LLAMA))
-    assert len(calls) == len(layout(TINY_LLAMA))
+    first, again, other = (
+        dummy_weights(TINY_QWEN3, seed, CPU, torch.bfloat16, lambda *call: calls.append(call))
+        for seed in (7, 7, 8)
+    )
+    assert set(first) == {weight.name for weight in layout(TINY_QWEN3)}
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert {tensor.dtype for tensor in first.values()} == {torch.bfloat16}
+    assert not torch.equal(first["layers.1.down"], other["layers.1.down"])
+    assert calls[-1][1] == calls[-1][2] == sum(weight.numel for weight in layout(TINY_QWEN3))
 
 
 def test_digests_tell_apart_whatever_changes_the_kv() -> None:
@@ -60,14 +56,9 @@ def test_digests_tell_apart_whatever_changes_the_kv() -> None:
 
 def test_a_model_keeps_its_identity_from_version_to_version() -> None:
     """Stored KV is found under it. A change that means to give it up changes these."""
-    assert (
-        dummy_digest(TINY_LLAMA, 0, CPU, torch.float32).hex()
-        == "81d965d7c9e3d8fb7e42bee5b33df4fc8d6b6c3589da638431c16129145bd51f"
-    )
-    assert (
-        dummy_digest(TINY_QWEN3, 0, CPU, torch.float32).hex()
-        == "573676648cd2fe9b58e59daaf86010d41503fed3574666fcac0c1ddbd9a4147b"
-    )
+    llama, qwen3 = (dummy_digest(config, 0, CPU, torch.float32).hex() for config in (TINY_LLAMA, TINY_QWEN3))
+    assert llama == "81d965d7c9e3d8fb7e42bee5b33df4fc8d6b6c3589da638431c16129145bd51f"
+    assert qwen3 == "573676648cd2fe9b58e59daaf86010d41503fed3574666fcac0c1ddbd9a4147b"
 
 
 def test_a_number_that_a_later_version_adds_changes_only_the_models_that_use_it() -> None:
