@@ -212,7 +212,7 @@ def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
     except ImportError:
         raise ConfigError("this compares with valkey-py: pip install valkey") from None
 
-    from penstock.kv.tiers.remote.valkey import parse_address
+    from penstock_valkey import parse_address
 
     address = parse_address(url, os.environ)
     settings: dict[str, Any] = {
@@ -250,7 +250,7 @@ def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
     """Objects through obstore."""
     import obstore
 
-    from penstock.kv.tiers.remote.s3 import connect, parse_address
+    from penstock_s3 import connect, parse_address
 
     bucket, store = connect(parse_address(url), TIMEOUT_S), obstore
 
@@ -268,7 +268,7 @@ def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
 
 def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
     """put and get of Mooncake's library, in this process."""
-    from penstock.kv.tiers.remote.mooncake import parse_address
+    from penstock_mooncake import parse_address
 
     address = parse_address(url)
     try:

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+import penstock_mooncake as mooncake_module
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import remote
-from penstock.kv.tiers.remote import mooncake as mooncake_module
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.remote.mooncake import MooncakeClient, MooncakeStore
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack
+from penstock_mooncake import MooncakeClient, MooncakeStore
 from tests.cpu.kv.remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 from tests.support.servers import ServerMissing
 from tests.support.servers_more import Mooncake, mooncake_environment

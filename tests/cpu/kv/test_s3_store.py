@@ -4,7 +4,6 @@ trouble ends in time."""
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,20 +11,18 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import obstore
 import pytest
 
-obstore = pytest.importorskip(
-    "obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError
-)
-
-from penstock.errors import ConfigError  # noqa: E402
-from penstock.kv.tiers import remote  # noqa: E402
-from penstock.kv.tiers.remote import open_store, s3  # noqa: E402
-from penstock.kv.tiers.remote.s3 import BucketStore, parse_address  # noqa: E402
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, Written, pack  # noqa: E402
-from tests.cpu.kv.remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable  # noqa: E402
-from tests.support.servers import ServerMissing  # noqa: E402
-from tests.support.servers_more import Bucket  # noqa: E402
+import penstock_s3 as s3
+from penstock.errors import ConfigError
+from penstock.kv.tiers import remote
+from penstock.kv.tiers.remote import open_store
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, Written, pack
+from penstock_s3 import BucketStore, parse_address
+from tests.cpu.kv.remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable
+from tests.support.servers import ServerMissing
+from tests.support.servers_more import Bucket
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 
@@ -227,7 +224,7 @@ def test_a_late_answer_touches_no_slot(
         return value
 
     monkeypatch.setattr(store, "_get", slow)
-    monkeypatch.setattr(store._requests, "_timeout_s", 0.2)
+    monkeypatch.setattr(store, "_timeout_s", 0.2)
     views = slots.views(len(keys))
     assert_fails(lambda: store.read(keys, views))
     slots.memory[:] = b"\x55" * len(slots.memory)  # somebody else has the slots now
@@ -285,20 +282,6 @@ def test_an_object_that_cannot_be_removed_ends_a_reset(
     assert_fails(store.reset)
 
 
-def test_requests_that_have_not_begun_by_the_deadline_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_AT_ONCE", 1)
-    requests, gate, ran = s3.Requests(0.0), threading.Event(), []
-
-    def work(number: int) -> None:
-        assert gate.wait(60.0)
-        ran.append(number)
-
-    assert_fails(lambda: requests.each(work, range(3), requests.until()))
-    gate.set()
-    requests._threads.shutdown(wait=True)
-    assert ran in ([], [0]), "the others were left out"
-
-
 def test_a_damaged_object_that_cannot_be_removed_is_corrupt_all_the_same(
     store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,15 +309,6 @@ def test_settings_that_the_library_refuses_are_told_without_repeating_them(
     with pytest.raises(ConfigError, match="AWS_") as caught:
         open_store("s3://bucket?region=eu-1", slots.space, TIMEOUT_S)
     assert "hunter2" not in str(caught.value)
-
-
-def test_a_machine_without_the_library_says_how_to_get_it(
-    slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, s3.__name__)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[remote\]'"):
-        open_store("s3://bucket", slots.space, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -378,28 +352,6 @@ def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(
     assert slots.write(store, keys) == [DONE] * 3
     assert store.find(keys) == 3
     assert slots.read(store, keys) == [DONE] * 3
-
-
-def test_a_bucket_that_is_closed_has_no_threads_and_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_AT_ONCE", 1)
-    requests, gate, ran = s3.Requests(60.0), threading.Event(), []
-    begun = threading.Event()
-
-    def work(number: int) -> None:
-        ran.append(number)
-        begun.set()
-        assert gate.wait(60.0)
-
-    running = [requests._threads.submit(work, number) for number in range(3)]
-    assert begun.wait(60.0)
-    requests.close()  # does not wait for what runs
-    assert [future.cancelled() for future in running] == [False, True, True]
-    gate.set()
-    running[0].result(60.0)
-    for thread in requests._threads._threads:
-        thread.join(60.0)
-        assert not thread.is_alive()
-    assert ran == [0]
 
 
 @pytest.mark.parametrize(
@@ -459,7 +411,7 @@ def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pyt
             for place, thing in enumerate(things)
         ]
 
-    monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(store._requests, "together", together)
     for call, num_rounds in (
         (lambda: store.find(keys), 2),
