@@ -17,8 +17,8 @@ from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.loader import load_model
 from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
-from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tokenizer, write_tiny_model
+from tests.support.contiguous_kv import ContiguousKv, forward
 
 TOLERANCE = 1e-4
 IDS = torch.randint(0, 512, (80,), generator=torch.Generator().manual_seed(3)).tolist()

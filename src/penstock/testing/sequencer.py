@@ -388,22 +388,22 @@ class SequencedFence:
         self._lane.saw(self.number, sequencer.num_finished - before if blocks else 0)
 
 
-@dataclass(slots=True)
-class SequencedTicket:
-    lane: SequencedLane
-    number: int
-    label: str
-    failure: BaseException | None = None
+class SequencedTicket(SequencedFence):
+    """Of one item; over when it has run or was skipped."""
 
-    def done(self) -> bool:
-        return SequencedFence(self.lane, self.number).passed()
+    def __init__(self, lane: SequencedLane, number: int, label: str) -> None:
+        super().__init__(lane, number)
+        self.label = label
+        self.failure: BaseException | None = None
+
+    done = SequencedFence.passed
 
     def error(self) -> BaseException | None:
-        self.lane.sequencer.effects.looked_at.add((self.lane.name, self.number))
+        self._lane.sequencer.effects.looked_at.add(self.place)
         return self.failure
 
     def wait_done(self, timeout_s: float | None = None) -> None:
-        SequencedFence(self.lane, self.number).wait_passed()
+        self.wait_passed()
         if self.failure is not None:
             raise self.failure
 

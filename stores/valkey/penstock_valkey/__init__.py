@@ -177,8 +177,8 @@ class ValkeyStore(SharedStore):
         super().__init__(space, timeout_s)
         self._address = address
         self._ttl = () if address.ttl_s is None else (b"%d" % address.ttl_s,)
-        self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:"
-        self._manifest_prefix = f"penstock-snapshot:{FORMAT}:{space.digest.hex()}:"
+        self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:".encode()
+        self._manifest_prefix = f"penstock-snapshot:{FORMAT}:{space.digest.hex()}:".encode()
         self._at_once = max(1, _CHUNK_BYTES // self._value_bytes)
         self._requests = Requests(timeout_s, _THREADS, self._failure)
         self._lock = threading.Lock()  # of the client
@@ -244,12 +244,12 @@ class ValkeyStore(SharedStore):
             for node, names in self._scan(self._prefix)
         )
 
-    def _scan(self, start: str) -> Iterator[tuple[Any, list[bytes]]]:
+    def _scan(self, start: bytes) -> Iterator[tuple[Any, list[bytes]]]:
         """Names that begin with `start`, a few at a time, and the client of the node that has them."""
         for node in self._ask(lambda client, _: _nodes(client), None):
             cursor = None
             while cursor != 0:
-                scan = partial(node.scan, match=f"{start}*", count=_SCAN_KEYS)
+                scan = partial(node.scan, match=start + b"*", count=_SCAN_KEYS)
                 cursor, names = self._try(scan, cursor or 0)
                 yield node, names
 
@@ -260,18 +260,20 @@ class ValkeyStore(SharedStore):
     # ---------------------------------------------------------------------------------------------- manifests
 
     def manifests(self, start: str = "") -> list[str]:
-        found = {name for _, names in self._scan(self._manifest_prefix + start) for name in names}
-        return sorted(name.decode("ascii", "replace").removeprefix(self._manifest_prefix) for name in found)
+        found = {name for _, names in self._scan(self._manifest_prefix + start.encode()) for name in names}
+        return sorted(name.removeprefix(self._manifest_prefix).decode("ascii", "replace") for name in found)
 
     def read_manifest(self, id: str) -> bytes | None:
-        return self._ask(lambda client, name: _checked(client.get(name), _VALUE), self._manifest_prefix + id)
+        return self._ask(
+            lambda client, name: _checked(client.get(name), _VALUE), self._manifest_prefix + id.encode()
+        )
 
     def write_manifest(
         self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
     ) -> Written:
         lasts_s = None if expires_in_s is None else max(1, math.ceil(expires_in_s))
 
-        def write(client: Any, name: str) -> Written:
+        def write(client: Any, name: bytes) -> Written:
             try:
                 if instead_of is None:
                     done = client.set(name, data, nx=True, ex=lasts_s)
@@ -282,13 +284,13 @@ class ValkeyStore(SharedStore):
                 return Written.FULL
             return Written.DONE if done else Written.TAKEN
 
-        return self._ask(write, self._manifest_prefix + id)
+        return self._ask(write, self._manifest_prefix + id.encode())
 
     def remove_manifest(self, id: str, only: bytes | None = None) -> None:
-        def remove(client: Any, name: str) -> object:
+        def remove(client: Any, name: bytes) -> object:
             return client.unlink(name) if only is None else client.eval(_REMOVE_IF, 1, name, only)
 
-        self._ask(remove, self._manifest_prefix + id)
+        self._ask(remove, self._manifest_prefix + id.encode())
 
     # -------------------------------------------------------------------------------------------- round trips
 
@@ -313,7 +315,8 @@ class ValkeyStore(SharedStore):
             return client
         made = connect(self._address, self._timeout_s)
         with self._lock:
-            self._client = self._client or made
+            if self._client is None:
+                self._client = made
             return self._client
 
     def _drop(self) -> None:
@@ -324,8 +327,8 @@ class ValkeyStore(SharedStore):
             close = getattr(client, "disconnect_connection_pools", None)  # of a cluster
             (close or client.connection_pool.disconnect)()
 
-    def _names(self, keys: Sequence[bytes]) -> list[str]:
-        return [self._prefix + key.hex() for key in keys]
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [self._prefix + key.hex().encode() for key in keys]
 
     @property
     def _where(self) -> str:
@@ -438,7 +441,7 @@ def _checked(answer: Any, kind: type | UnionType) -> Any:
     return answer
 
 
-def _get_each(client: Any, names: Sequence[str]) -> list[bytes | None]:
+def _get_each(client: Any, names: Sequence[bytes]) -> list[bytes | None]:
     """Values; None: there is none. What is no string (another program's list) is an empty one."""
     found = _pipelined(client, [("GET", name) for name in names])
     wrong = [isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE") for value in found]

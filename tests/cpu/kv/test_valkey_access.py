@@ -184,7 +184,9 @@ def test_what_is_in_a_slot_that_moved_is_asked_for_where_it_is_now(two_nodes: li
             assert stored(target) == 1
             assert store.reset() == 1
             id = next(
-                id for id in map(str, range(100)) if slot_of_name(low, store._manifest_prefix + id) < 8192
+                id
+                for id in map(str, range(100))
+                if slot_of_name(low, store._manifest_prefix.decode() + id) < 8192
             )
             assert store.write_manifest(id, b"old", None) is Written.DONE
             assert store.write_manifest(id, b"new", None, b"old") is Written.DONE

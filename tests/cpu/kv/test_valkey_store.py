@@ -107,7 +107,7 @@ def test_a_manifest_lasts_as_long_as_it_shall_and_a_second_at_least(
     for id, left_s in (("aa-1", 99.5), ("aa-2", None), ("aa-3", -3.0)):
         assert store.write_manifest(id, b"old", left_s) is Written.DONE
     assert store.write_manifest("aa-1", b"new", 99.5, b"old") is Written.DONE
-    prefix = store._manifest_prefix
+    prefix = store._manifest_prefix.decode()
     assert server.ask("TTL", prefix + "aa-1") in (b":99", b":100")
     assert server.ask("TTL", prefix + "aa-2") == b":-1"
     assert 0 < int(server.ask("PTTL", prefix + "aa-3")[1:]) <= 1000

@@ -16,15 +16,9 @@ from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
-from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
-from penstock.testing.tiny_models import (
-    TINY_LLAMA,
-    TINY_QWEN3,
-    config_json,
-    tiny_tensors,
-    write_tiny_gguf,
-    write_tiny_model,
-)
+from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, config_json, tiny_tensors, write_tiny_model
+from tests.support.contiguous_kv import ContiguousKv, forward, generate
+from tests.support.tiny_gguf import write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from penstock.contract import Access, Mode
-from penstock.testing import reduction
-from penstock.testing.reduction import explore_all
 from penstock.testing.sequencer import Program, Sequencer, explore, run
+from tests.support import reduction
+from tests.support.reduction import explore_all
 
 LANES = ("a", "b", "c")
 TOO_MANY = 1500  # schedules of a random program that is worth trying
