@@ -364,7 +364,7 @@ lane.submit(work, label="work")
             quiet.wait(watched.record())
         quiet.wait(watched.record())
         quiet.replay(capture.replay).wait_done(rig.patience_s)
-        assert cell == [12] and [event[:2] for event in heard.events] == [("recorded", "watched")] * 2
+        assert cell == [12] and not heard.events
 
     def test_many_threads_submit_in_one_order_that_their_tickets_their_observer_and_their_work_agree_on(
         self, rig: CpuRig
@@ -574,8 +574,7 @@ FAULTS: list[tuple[type[CpuLane], Callable[[LaneRules, Rig], None]]] = [
     (DeafLane, LaneRules.test_a_wait_orders_what_follows_behind_the_other_lane),
     (DeafLane, LaneRules.test_a_chain_of_waits_orders_three_lanes),
     (DeafLane, LaneRules.test_a_wait_before_a_replay_is_honoured),
-    (DeafLane, LaneRules.test_a_wait_inside_a_capture_is_reported_and_not_honoured_by_the_replay),
-    (ObedientLane, LaneRules.test_a_wait_inside_a_capture_is_reported_and_not_honoured_by_the_replay),
+    (ObedientLane, LaneRules.test_a_wait_inside_a_capture_is_not_honoured_by_the_replay),
     (HostlyLane, LaneRules.test_a_wait_does_not_block_the_submitter),
     (EarlyFenceLane, LaneRules.test_a_fence_passes_only_when_everything_before_it_is_over),
     (BackwardsLane, LaneRules.test_work_on_one_lane_runs_in_the_order_it_was_submitted),
