@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import penstock
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.lanes import cpu as module
 from penstock.lanes.cpu import CpuFence, CpuLane, CpuTicket, _Item
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.observe import LaneObserver
@@ -95,25 +97,6 @@ def rig() -> Iterator[CpuRig]:
 
 
 class TestCpuLane(LaneRules):
-    def test_two_lanes_meet_in_the_middle_of_their_work(self, rig: CpuRig) -> None:
-        here, there = threading.Event(), threading.Event()
-        met: list[bool] = []
-
-        def meet(mine: threading.Event, other: threading.Event) -> Op:
-            def op() -> None:
-                mine.set()
-                met.append(other.wait(rig.patience_s))
-
-            return op
-
-        tickets = [
-            rig.lane("a").submit(meet(here, there), label="a"),
-            rig.lane("b").submit(meet(there, here), label="b"),
-        ]
-        for ticket in tickets:
-            ticket.wait_done(rig.patience_s)
-        assert met == [True, True]
-
     def test_all_work_runs_on_one_thread_inside_what_was_put_around_it(self) -> None:
         entered: list[int] = []
 
@@ -130,25 +113,6 @@ class TestCpuLane(LaneRules):
         lane.close(10.0)
         assert len(set(ran_on)) == 1 and len(ran_on) == 3
         assert entered == [ran_on[0], -1] and ran_on[0] != threading.get_ident()
-
-    def test_a_host_thread_that_blocked_is_reported_when_the_fence_has_passed(self, rig: CpuRig) -> None:
-        heard = Heard()
-        lane = rig.lane("a", heard)
-        release = rig.hold(lane)
-        fence: CpuFence = lane.record()  # type: ignore[assignment]
-
-        def release_when_somebody_waits() -> None:
-            while not lane._over._waiters:  # type: ignore[attr-defined]
-                threading.Event().wait(0.0005)
-            release()
-
-        helper = threading.Thread(target=release_when_somebody_waits)
-        helper.start()
-        fence.wait_passed(rig.patience_s)
-        helper.join()
-        assert heard.of("host_waited") == [("host_waited", "a", fence.number)]
-        fence.wait_passed(rig.patience_s)
-        assert len(heard.of("host_waited")) == 2, "whoever finds it passed knows as much as whoever blocked"
 
     def test_an_observer_hears_that_work_begins_on_the_thread_that_runs_it(self, rig: CpuRig) -> None:
         heard = Heard()
@@ -355,17 +319,6 @@ lane.submit(work, label="work")
         with pytest.raises(ZeroDivisionError):  # why work failed comes before what is said of it
             failed.wait_done(rig.patience_s)
 
-    def test_a_lane_without_an_observer_tells_nobody(self, rig: CpuRig) -> None:
-        heard = Heard()
-        watched, quiet, cell = rig.lane("watched", heard), rig.lane("quiet"), rig.cell()
-        quiet.submit(rig.push(cell, 1), label="push")
-        with quiet.capture("push") as capture:
-            quiet.submit(rig.push(cell, 2), label="push")
-            quiet.wait(watched.record())
-        quiet.wait(watched.record())
-        quiet.replay(capture.replay).wait_done(rig.patience_s)
-        assert cell == [12] and not heard.events
-
     def test_many_threads_submit_in_one_order_that_their_tickets_their_observer_and_their_work_agree_on(
         self, rig: CpuRig
     ) -> None:
@@ -415,35 +368,6 @@ lane.submit(work, label="work")
         assert sorted(map(id, ran)) == sorted(map(id, taken)), "what has a ticket has run, once"
         lane.close(rig.patience_s)
 
-    def test_a_lane_that_is_closed_twice_while_it_is_held_ends_once_all_has_run(self, rig: CpuRig) -> None:
-        lane, cell = rig.lane("a"), rig.cell()
-        release = rig.hold(lane)
-        lane.submit(rig.push(cell, 1), label="push")
-        for _ in range(2):
-            with pytest.raises(DeadlineExceeded, match="did not finish"):
-                lane.close(0.001)
-        release()
-        lane.close(rig.patience_s)
-        assert cell == [1] and lane._queue.empty()
-
-    def test_several_threads_that_wait_for_different_items_all_come_back(self, rig: CpuRig) -> None:
-        lane = rig.lane("a")
-        release = rig.hold(lane)
-        tickets = [lane.submit(lambda: None, label="work") for _ in range(4)]
-        seen: list[int] = []
-
-        def wait(who: int) -> None:
-            if who == 4:
-                while len(lane._over._waiters) < 4:  # type: ignore[attr-defined]
-                    threading.Event().wait(0.0005)
-                release()
-                return
-            tickets[who].wait_done(rig.patience_s)
-            seen.append(who)
-
-        together(wait, 5)
-        assert sorted(seen) == [0, 1, 2, 3]
-
     def test_several_threads_that_wait_for_the_last_item_all_come_back(self, rig: CpuRig) -> None:
         """Without a deadline, which would end a wait that nobody has told of it."""
         lane = rig.lane("a")
@@ -458,6 +382,53 @@ lane.submit(work, label="work")
         for thread in threads:
             thread.join(rig.patience_s)
         assert not any(thread.is_alive() for thread in threads)
+
+
+class Timed(Heard):
+    """Keeps the seconds as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
+        super().host_waited(on_lane, fence, seconds)
+        self.seconds.append(seconds)
+
+
+@pytest.mark.parametrize("how", ["fence", "ticket", "drain"])
+def test_a_wait_is_told_with_its_length(rig: CpuRig, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    heard, gate, now_s = Timed(), threading.Event(), 100.0
+
+    def monotonic() -> float:
+        """Every look takes 2.5 s. The work is over once the wait for it has begun."""
+        nonlocal now_s
+        gate.set()
+        now_s += 2.5
+        return now_s
+
+    lane = rig.lane("a", heard)
+    ticket = lane.submit(lambda: gate.wait(30), label="work")
+    fence = lane.record()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    {"fence": fence.wait_passed, "ticket": ticket.wait_done, "drain": lane.drain}[how](30.0)
+    assert heard.seconds == [2.5] and heard.of("host_waited") == [("host_waited", "a", 1)]
+    assert fence.passed() and heard.seconds == [2.5, 0.0], "a look takes no time"
+
+
+def test_lanes_that_hang_when_the_process_ends_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, given = 100.0, list[float]()
+
+    def close(timeout_s: float) -> None:
+        nonlocal now_s
+        given.append(timeout_s)
+        now_s += 4.0
+        raise DeadlineExceeded("it hangs")
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(module, "_lanes", [SimpleNamespace(close=close) for _ in range(3)])
+    module._end_all()
+    assert given == [5.0, 1.0, 0.0]
 
 
 def together(work: Callable[[int], None], num: int) -> None:
