@@ -198,19 +198,6 @@ def test_a_value_of_the_wrong_length_is_never_served_and_is_removed(
     assert slots.read(store, [good, bad]) == [DONE, MISSING]
 
 
-def test_without_the_check_a_flipped_bit_would_be_served(
-    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that the check is for: it shows that the tests above can fail."""
-    (key,) = keys_of("unchecked", 1)
-    slots.write(store, [key])
-    intruder.put(store, key, WRONG["a bit flipped in the bytes"](intruder.get(store, key), b""))
-    blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
-    monkeypatch.setattr(remote, "unpack", lambda header: blind)
-    with pytest.raises(AssertionError, match="never written"):
-        slots.read(store, [key])
-
-
 def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
     store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
