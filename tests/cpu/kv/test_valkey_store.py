@@ -237,25 +237,6 @@ def test_a_server_that_was_restarted_between_two_calls_is_not_even_noticed(
     assert read(store, keys_of(3)) == [MISSING] * 3
 
 
-def test_after_a_failure_no_connection_is_kept(server: Valkey) -> None:
-    """One may still get the answer to a call that was given up."""
-
-    def clients() -> int:
-        return server.ask("CLIENT", "LIST").count(b"\n")
-
-    alone = clients()
-    with opened(server.url(), SHORT_S) as store:
-        wait_usable(store)
-        assert clients() == alone + 1
-        server.pause()
-        with fails():
-            store.find(keys_of(1))
-        server.resume()
-        until = time.monotonic() + HANG_S
-        while clients() != alone:
-            assert time.monotonic() < until
-
-
 def test_a_closed_store_answers_no_call(server: Valkey) -> None:
     with opened(server.url()) as store:
         store.probe()
@@ -317,18 +298,23 @@ def test_a_peer_that_speaks_something_else_is_a_failure_that_repeats_none_of_it(
             assert "hunter2" not in str(failed.value)
 
 
-def test_bytes_that_come_one_by_one_do_not_extend_the_deadline() -> None:
+def test_bytes_that_come_one_by_one_do_not_extend_the_deadline_and_their_connection_is_closed() -> None:
+    """Each of them comes in time."""
+    closed = threading.Event()
+
     def dribble(peer: socket.socket) -> None:
         peer.sendall(b"$1000\r\n")
-        for _ in range(1000):
-            time.sleep(0.05)
-            peer.sendall(b"x")
+        try:
+            for _ in range(1000):
+                time.sleep(0.05)
+                peer.sendall(b"x")
+        except OSError:
+            closed.set()
 
     with answering(dribble) as url, opened(url, SHORT_S) as store:
-        began = time.monotonic()
         with fails("answer within"):
             store.read_manifest("aa-1")
-        assert time.monotonic() - began < 10.0, "one byte in 50 ms, each in time, would take 50 s"
+        assert closed.wait(HANG_S)
 
 
 def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
