@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import obstore
@@ -130,14 +129,6 @@ def test_few_rounds_of_questions_find_a_place_among_thousands(
     assert len(rounds) <= 4 and max(rounds) <= 16
 
 
-def test_a_hole_that_find_does_not_see_shows_on_reading(store: BucketStore, slots: Slots) -> None:
-    keys = keys_of("hole", 40)
-    slots.write(store, keys)
-    obstore.delete(store._bucket, store._path(keys[20]))
-    assert store.find(keys) in (20, 40)
-    assert slots.read(store, keys)[19:22] == [DONE, MISSING, DONE]
-
-
 def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "_REMOVE_AT_ONCE", 4)  # several pages
     keys = keys_of("reset", 11)
@@ -250,14 +241,6 @@ def test_a_wrong_secret_fails_without_repeating_it(
     store.close()
 
 
-def test_a_bucket_that_does_not_exist_fails(bucket: Bucket, slots: Slots) -> None:
-    store = open_store(bucket.url().replace(bucket.bucket, "no-such-bucket"), slots.space, TIMEOUT_S)
-    assert_fails(store.probe)
-    assert_fails(lambda: slots.write(store, keys_of("nowhere", 1)))
-    assert slots.read(store, keys_of("nowhere", 1)) == [MISSING]
-    store.close()
-
-
 def test_an_object_that_cannot_be_removed_ends_a_reset(
     store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,15 +267,6 @@ def test_a_damaged_object_that_cannot_be_removed_is_corrupt_all_the_same(
 
 
 # -------------------------------------------------------------------------------------------------------- URL
-
-
-def test_settings_that_the_library_refuses_are_told_without_repeating_them(
-    slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "hunter2")
-    with pytest.raises(ConfigError, match="AWS_") as caught:
-        open_store("s3://bucket?region=eu-1", slots.space, TIMEOUT_S)
-    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -357,18 +331,6 @@ def test_what_the_url_says_reaches_the_library(
         assert (
             client["timeout"] == client["connect_timeout"] == again["retry_timeout"] == timedelta(seconds=2.5)
         )
-
-
-def test_a_file_of_authorities_is_read_and_one_that_is_missing_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    made: list[dict[str, object]] = []
-    monkeypatch.setattr(s3, "S3Store", lambda bucket, **options: made.append(options["client_options"]))
-    (tmp_path / "ca.pem").write_bytes(b"trust")
-    s3.connect(parse_address(f"s3://bucket?ca={tmp_path}/ca.pem"), 1.0)
-    assert made[0]["root_certificate"] == b"trust"
-    with pytest.raises(ConfigError, match="file for TLS cannot be read"):
-        s3.connect(parse_address(f"s3://bucket?ca={tmp_path}/none.pem"), 1.0)
 
 
 def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.contract import Access, Mode
 from penstock.errors import LaneClosed
 from penstock.lanes.lane import Ticket
-from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing import sequencer as sequencer_module
 from penstock.testing.sequencer import Deadlock, SequencedLane, Sequencer, explore, run, shrink, walk
 
@@ -140,24 +138,6 @@ def test_the_rules_of_lanes_hold() -> None:
         lane.submit(lambda: None, label="late")
 
 
-def test_a_lane_does_not_begin_its_next_item_while_one_is_running() -> None:
-    def program(sequencer: Sequencer) -> None:
-        a, b = sequencer.launcher("a"), sequencer.lane("b")
-        seen: list[str] = []
-
-        def outer() -> None:
-            seen.append("begins")
-            b.submit(lambda: None, label="inner")
-            seen.append("ends")
-
-        a.submit(outer, label="outer")
-        a.submit(lambda: seen.append("next"), label="next")
-        sequencer.run_all()
-        assert seen == ["begins", "ends", "next"]
-
-    assert explore(program, max_preemptions=5)[1] is None
-
-
 # -------------------------------------------------------------------------------------------------- launchers
 
 
@@ -231,21 +211,6 @@ def test_a_launcher_can_wait_and_look_as_the_program_can() -> None:
     assert outcomes == {"copied", "under way"}
 
 
-def test_an_error_of_a_launcher_is_found_at_its_ticket() -> None:
-    def program(sequencer: Sequencer) -> None:
-        lane, launcher = sequencer.lane("a"), sequencer.launcher("launcher")
-
-        def launch() -> None:
-            lane.submit(lambda: None, label="copy")
-            raise ValueError("half-way")
-
-        ticket = launcher.submit(launch, label="launch")
-        with pytest.raises(ValueError, match="half-way"):
-            ticket.wait_done()
-
-    assert run(program)[1] is None
-
-
 def test_launchers_that_wait_for_each_other_are_a_deadlock_and_their_threads_end() -> None:
     def program(sequencer: Sequencer) -> None:
         first, second = sequencer.launcher("first"), sequencer.launcher("second")
@@ -297,17 +262,3 @@ def test_work_on_a_plain_lane_that_uses_lanes_is_refused_aloud() -> None:
 
     _, failure = run(program)
     assert failure is not None and "make that lane with Sequencer.launcher" in str(failure.error)
-
-
-def test_lanes_of_a_program_can_be_watched_from_inside_it() -> None:
-    def program(sequencer: Sequencer) -> None:
-        sanitizer = Sanitizer()
-        sequencer.watch(sanitizer)
-        load, compute = sequencer.lane("load"), sequencer.lane("compute")
-        access = Access("device", (3,), (0, 2), Mode.WRITE)
-        load.submit(lambda: None, [access], label="promote")
-        compute.submit(lambda: None, [access], label="step")
-        assert not sanitizer.reports, str(sanitizer.reports[0])
-
-    _, failure = explore(program)
-    assert failure is not None and "'step' on lane compute is not ordered after write" in str(failure.error)
