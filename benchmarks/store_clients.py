@@ -15,7 +15,6 @@ import importlib
 import os
 import secrets
 import socket
-import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -206,51 +205,19 @@ def open_client(url: str, at_once: tuple[int, int]) -> StoreClient:
 
 def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
     """GET and SET of valkey-py."""
-    try:
-        import valkey
-        from valkey.cluster import ValkeyCluster
-    except ImportError:
-        raise ConfigError("this compares with valkey-py: pip install valkey") from None
+    from penstock_valkey import connect, parse_address
 
-    from penstock.kv.tiers.remote.valkey import parse_address
-
-    address = parse_address(url, os.environ)
-    settings: dict[str, Any] = {
-        "username": address.user,
-        "password": address.password,
-        "socket_timeout": TIMEOUT_S,
-    }
-    host, port = address.nodes[0]
-    client: Any
-    if address.cluster:
-        if address.tls is not None:
-            raise ConfigError("this compares with a cluster of Valkey without TLS only")
-        client = ValkeyCluster(host=host, port=port, **settings)
-    else:
-        kind = valkey.Connection if address.tls is None else _with_tls(valkey.Connection, address.tls)
-        client = valkey.Valkey(
-            connection_pool=valkey.ConnectionPool(kind, host=host, port=port, db=address.db, **settings)
-        )
+    client: Any = connect(parse_address(url, os.environ), TIMEOUT_S)
     return StoreClient(
         at_once, client.set, client.get, lambda names: [client.unlink(name) for name in names], client.close
     )
-
-
-def _with_tls(plain: Any, context: ssl.SSLContext) -> Any:
-    class Encrypted(plain):  # type: ignore[misc]
-        """The library would make a context of its own."""
-
-        def _connect(self) -> socket.socket:
-            return context.wrap_socket(super()._connect(), server_hostname=self.host)
-
-    return Encrypted
 
 
 def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
     """Objects through obstore."""
     import obstore
 
-    from penstock.kv.tiers.remote.s3 import connect, parse_address
+    from penstock_s3 import connect, parse_address
 
     bucket, store = connect(parse_address(url), TIMEOUT_S), obstore
 
@@ -268,7 +235,7 @@ def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
 
 def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
     """put and get of Mooncake's library, in this process."""
-    from penstock.kv.tiers.remote.mooncake import parse_address
+    from penstock_mooncake import parse_address
 
     address = parse_address(url)
     try:

@@ -84,8 +84,10 @@ def read_faults(path: Path) -> list[Fault]:
 
 
 def path_of(module: str) -> str:
-    """Of a module in the tree; a package is named with its `__init__`."""
-    return f"src/{module.replace('.', '/')}.py"
+    """Of a module in the tree; a package is named with its `__init__`. `penstock_s3` is one of `stores/`."""
+    top = module.partition(".")[0]
+    folder = "src" if top == "penstock" else f"stores/{top.removeprefix('penstock_')}"
+    return f"{folder}/{module.replace('.', '/')}.py"
 
 
 # ------------------------------------------------------------------------------------------------------ nodes

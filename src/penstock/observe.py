@@ -20,15 +20,9 @@ class LaneObserver(Protocol):
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         """Work `ticket` was put on `lane`."""
 
-    def recorded(self, lane: str, fence: int) -> None:
-        """Fence number `fence` was placed on `lane`; it covers everything submitted there before."""
-
     def waited(self, lane: str, on_lane: str, fence: int) -> None:
-        """Work submitted to `lane` from now on runs after that fence of `on_lane`. The wait takes a number on
-        `lane`, as work does."""
-
-    def wait_ignored(self, lane: str, on_lane: str, fence: int) -> None:
-        """A wait was placed inside a capture, where no wait on an outside fence is honoured."""
+        """Work submitted to `lane` from now on runs after that fence of `on_lane`, which covers everything
+        submitted there before it. The wait takes a number on `lane`, as work does."""
 
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
         """The calling thread knows that this fence has passed: it blocked for `seconds`, or polled (0)."""

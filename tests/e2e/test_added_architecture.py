@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from penstock.testing.contiguous_kv import ContiguousKv, forward
 
 from penstock.config import ModelSource
 from penstock.models import registry
@@ -22,9 +23,10 @@ from penstock.models.loader import load_model
 from penstock.models.lora import LoraRuns, LoraWeight
 from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
-from penstock.testing.contiguous_kv import ContiguousKv, forward
-from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, write_tiny_model
 from tests.support.adapters import adapter_tensors, write_adapter
+from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.tiny_gguf import write_tiny_gguf
 
 TRANSFORMERS = importlib.import_module("transformers")
 IDS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()

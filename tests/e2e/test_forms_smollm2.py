@@ -20,7 +20,7 @@ from penstock.models.forms import Matrix
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.progress import silent
-from penstock.testing.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import ContiguousKv, forward
 
 TEXT = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()[:6000]
 TOKENS = 384

@@ -19,8 +19,9 @@ from penstock.models.loader import load_model
 from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.models.rotary import RopeScaling
-from penstock.testing.contiguous_kv import ContiguousKv, forward
-from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, write_tiny_model
+from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.tiny_gguf import write_tiny_gguf
 
 IDS = torch.randint(3, 512, (150,), generator=torch.Generator().manual_seed(5)).tolist()
 TRANSFORMERS = importlib.import_module("transformers")

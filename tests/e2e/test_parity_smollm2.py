@@ -16,7 +16,7 @@ from penstock.models import gguf_file
 from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
-from penstock.testing.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import ContiguousKv, forward
 from tests.support.reference import reference_model, reference_tokenizer
 from tests.support.vocabularies import rendered
 

@@ -248,8 +248,6 @@ def test_every_package_that_is_imported_is_declared() -> None:
     found = []
     for path, module, is_package in modules():
         allowed = core | optional | (_names(extras["server"]) if inside(module, "penstock.server") else set())
-        stores = _names(extras["remote"]) | {"mooncake"}  # which is not what its package is called
-        allowed |= stores if inside(module, "penstock.kv.tiers.remote") else set()
         allowed |= {"opentelemetry"} if inside(module, "penstock.server.tracing") else set()  # the extra otel
         allowed |= _names(extras["hub"]) if inside(module, "penstock.commands.hub") else set()
         allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()
@@ -258,6 +256,21 @@ def test_every_package_that_is_imported_is_declared() -> None:
             if top not in allowed and top not in sys.stdlib_module_names:
                 found.append(f"{module}:{line} imports {top}, which pyproject.toml does not declare for it")
     assert not found, "\n" + "\n".join(found)
+
+
+def test_stores_import_the_interface_of_stores_and_what_they_declare() -> None:
+    ours = {"penstock.errors", "penstock.kv.tiers.remote", "penstock.kv.tiers.store"}
+    theirs = {"mooncake-transfer-engine-non-cuda": "mooncake"}  # which is not what its package is called
+    for store in sorted((ROOT / "stores").iterdir()):
+        project = tomllib.loads((store / "pyproject.toml").read_text())["project"]
+        allowed = {theirs.get(name, name) for name in _names(project["dependencies"])} - {"penstock"}
+        package = f"penstock_{store.name}"
+        for path in sorted((store / package).glob("*.py")):
+            for line, target in imports_of(ast.parse(path.read_text()), package, True):
+                top = target.partition(".")[0]
+                known = top in allowed | {package} or top in sys.stdlib_module_names
+                fine = known or target in ours or target.rpartition(".")[0] in ours or top == "numpy"
+                assert fine, f"{path}:{line} imports {target}"
 
 
 def _names(requirements: list[str]) -> set[str]:

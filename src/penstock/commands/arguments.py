@@ -36,7 +36,7 @@ from penstock.config import (
 )
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, InvalidRequest
-from penstock.kv.tiers.remote import KINDS
+from penstock.kv.tiers.remote import KINDS, schemes
 
 _MOST_IN_USAGE = 8  # flags
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
@@ -474,9 +474,9 @@ def _named(text: str) -> str:
 def _store_url(text: str) -> str:
     """No message repeats it: it may have a password in it."""
     scheme, colon, rest = text.partition("://")
-    if scheme not in KINDS or not colon or not rest:
+    if scheme not in (known := schemes()) or not colon or not rest:
         raise argparse.ArgumentTypeError(
-            f"it must be the URL of a store that begins with {', '.join(f'{kind}://' for kind in KINDS)}"
+            f"it must be the URL of a store that begins with {', '.join(f'{kind}://' for kind in known)}"
         )
     return text
 

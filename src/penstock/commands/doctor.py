@@ -41,7 +41,8 @@ OPTIONAL = {
     "msgspec": "penstock serve: pip install 'penstock[server]'",
     "prometheus_client": "/metrics of penstock serve: pip install 'penstock[server]'",
     "matplotlib": "penstock bench --plot: pip install 'penstock[plots]'",
-    "obstore": "--kv-offload-remote s3://: pip install 'penstock[remote]'",
+    "penstock_valkey": "--kv-offload-remote valkey://: pip install 'penstock[valkey]'",
+    "penstock_s3": "--kv-offload-remote s3://: pip install 'penstock[s3]'",
 }
 
 

@@ -41,25 +41,23 @@ class CpuFence:
         self.owner.wait_finished(self.number, timeout_s)
 
 
-class CpuTicket:
+class CpuTicket(CpuFence):
     """Done when its item has run or was skipped."""
 
-    __slots__ = ("failure", "label", "lane", "number")
+    __slots__ = ("failure", "label")
 
     def __init__(self, lane: CpuLane, number: int, label: str) -> None:
-        self.lane = lane
+        super().__init__(lane, number)
         self.failure: BaseException | None = None
-        self.number = number
         self.label = label
 
-    def done(self) -> bool:
-        return self.lane.has_finished(self.number)
+    done = CpuFence.passed
 
     def error(self) -> BaseException | None:
         return self.failure
 
     def wait_done(self, timeout_s: float | None = None) -> None:
-        self.lane.wait_finished(self.number, timeout_s)
+        self.wait_passed(timeout_s)
         if self.failure is not None:
             raise self.failure
 
@@ -134,22 +132,13 @@ class CpuLane:
             raise InvariantBroken(
                 f"lane {self.name}: a fence recorded inside a capture would never be placed"
             )
-        with self._submitting:
-            fence = CpuFence(self, self._num_submitted)
-            if self._observer is not None:
-                self._observer.recorded(self.name, fence.number)
-        return fence
+        return CpuFence(self, self._num_submitted)
 
     def wait(self, fence: Fence) -> None:
-        number = getattr(fence, "number", 0)
         if (recording := self._recording) is not None:
             recording.check_thread("wait")
-            if self._observer is not None:
-                self._observer.wait_ignored(self.name, fence.lane, number)
-            return
-        if fence.lane == self.name:
-            return  # the lane is ordered: everything already submitted comes first
-        self._enqueue(None, "wait", (), None, fence)
+        elif fence.lane != self.name:  # its own is no wait: a lane is ordered
+            self._enqueue(None, "wait", (), None, fence)
 
     @contextmanager
     def capture(self, label: str) -> Iterator[Capture]:
@@ -284,7 +273,7 @@ def _work(
 
 def _run_all(queue: SimpleQueue[_Item | None], failure: BaseException | None) -> None:
     while (item := queue.get()) is not None:
-        item.ticket.lane.run_item(item, failure)
+        item.ticket.owner.run_item(item, failure)
         del item  # otherwise the lane would live as long as this thread waits
 
 

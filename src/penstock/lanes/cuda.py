@@ -173,17 +173,11 @@ class CudaLane:
             )
         event = torch.cuda.Event()
         event.record(self.stream)
-        fence = CudaFence(self, self._num_submitted, event)
-        if self._observer is not None:
-            self._observer.recorded(self.name, fence.number)
-        return fence
+        return CudaFence(self, self._num_submitted, event)
 
     def wait(self, fence: Fence) -> None:
-        number = getattr(fence, "number", 0)
         if (recording := self._recording) is not None:
             recording.check_thread("wait")
-            if self._observer is not None:
-                self._observer.wait_ignored(self.name, fence.lane, number)
             return
         if fence.lane == self.name:
             return  # the stream is ordered
@@ -193,7 +187,7 @@ class CudaLane:
             # a wait has a number of its own, so that fences before and after it differ
             self._num_submitted += 1
             if self._observer is not None:
-                self._observer.waited(self.name, fence.lane, number)
+                self._observer.waited(self.name, fence.lane, fence.number)
         self.stream.wait_event(fence.event)
 
     @contextmanager

@@ -12,9 +12,8 @@ Rules, the same on CPU threads and CUDA streams:
   (its thread could not be set up, a wait failed), all later work is skipped and fails with the reason: every
   ticket and every fence ends.
 - `capture` records submissions instead of running them; `replay` runs the whole recording as one unit. Inside
-  a recording no wait on an outside fence is honoured: it is reported to the observer and dropped, on both
-  backends, since a captured graph cannot keep it. So the lane must wait for such fences before a replay is
-  submitted.
+  a recording no wait on an outside fence is honoured: it is dropped, on both backends, since a captured graph
+  cannot keep it. So the lane must wait for such fences before a replay is submitted.
 """
 
 from __future__ import annotations

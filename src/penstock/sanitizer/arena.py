@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.sanitizer.clock import Actor, Clock, Known, join
 from penstock.sanitizer.history import Histories, History, Race
@@ -22,16 +23,14 @@ UNHELD = frozenset({FREE, "idle"})  # states in which no work may touch a slot
 _NOTHING: Known = {}
 
 
+@dataclass(slots=True, eq=False)
 class Standing:
-    """The state of slots that changed hands together. Immutable; equal only to itself."""
+    """The state of slots that changed hands together. Not changed once it is made; equal only to itself."""
 
-    __slots__ = ("fenced", "known", "owner", "state")
-
-    def __init__(self, state: str, owner: str, known: Known, fenced: Known) -> None:
-        self.state = state
-        self.owner = owner
-        self.known = known  # to the actor of the last change; the next change happens after that
-        self.fenced = fenced  # all that is over once the fences given back with the slots have passed
+    state: str
+    owner: str
+    known: Known  # to the actor of the last change; the next change happens after that
+    fenced: Known  # all that is over once the fences given back with the slots have passed
 
 
 class PoolShadow:
@@ -45,17 +44,15 @@ class PoolShadow:
         self._standing = dict.fromkeys(range(num_slots), untouched)
 
     def standings(self, slots: Iterable[int]) -> set[Standing]:
-        found: set[Standing | None] = set(map(self._standing.get, slots))
-        found.discard(None)
-        return found  # type: ignore[return-value]
+        return {standing for standing in map(self._standing.get, slots) if standing is not None}
 
     def each(self, slots: Iterable[int]) -> list[Standing]:
         """In order; all slots must belong to the pool."""
         return list(map(self._standing.__getitem__, slots))
 
     def unheld(self, slots: Collection[int]) -> list[int]:
-        states = ((slot, self._standing.get(slot)) for slot in slots)
-        return sorted(slot for slot, standing in states if standing is not None and standing.state in UNHELD)
+        known = self._standing
+        return sorted(slot for slot in slots if slot in known and known[slot].state in UNHELD)
 
     def sealed(self, slots: Collection[int]) -> list[int]:
         key_of = self.key_of
@@ -67,13 +64,11 @@ class PoolShadow:
         """Move `slots` from one of `states` to the other. Returns (slot, state) for slots in an unexpected
         state."""
         old, new = states
-        wrong = []
-        if any(standing.state != old for standing in self.standings(slots)):
-            wrong = [
-                (slot, standing.state)
-                for slot, standing in zip(slots, self.each(slots), strict=True)
-                if standing.state != old
-            ]
+        wrong = [
+            (slot, standing.state)
+            for slot, standing in zip(slots, self.each(slots), strict=True)
+            if standing.state != old
+        ]
         self.counts[old] -= len(slots) - len(wrong)
         self.counts.subtract(state for _, state in wrong)
         self.counts[new] += len(slots)
@@ -109,9 +104,7 @@ class PoolShadow:
 
 
 def _joined(known: Known, more: Known) -> Known:
-    """One of the two if it covers the other, so that standings share values."""
-    if not known:
-        return more
+    """The first if it covers the other, so that standings share values."""
     both: Clock = dict(known)
     return both if join(both, more) else known
 

@@ -9,29 +9,22 @@ earlier work on the arena.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.sanitizer.clock import Known
 from penstock.sanitizer.report import Deed
 
 Layers = tuple[int, int]
-_Old = TypeVar("_Old")  # a history, or None
 
 
+@dataclass(slots=True, eq=False)
 class History:
-    """Reads, or writes, of a slot that a later access could still race with. Immutable; equal only to
-    itself."""
+    """Reads, or writes, of a slot that a later access could still race with. Not changed once it is made;
+    equal only to itself."""
 
-    __slots__ = ("narrow", "newest", "wide")
-
-    def __init__(self, wide: tuple[Deed, ...], narrow: dict[int, tuple[Deed, ...]], newest: Known) -> None:
-        self.wide = wide  # deeds that touch several layers
-        self.narrow = narrow  # the others, by their layer
-        self.newest = newest  # by lane: number of the newest deed in here
-
-    @property
-    def deeds(self) -> list[Deed]:
-        return [*self.wide, *(deed for deeds in self.narrow.values() for deed in deeds)]
+    deeds: tuple[Deed, ...]
+    newest: Known  # by lane: number of the newest deed in here
 
     def unseen(self, *clocks: Known) -> list[Deed]:
         """Deeds that none of `clocks` knows to be over."""
@@ -42,45 +35,25 @@ class History:
     def touching(self, layers: Layers) -> list[Deed]:
         """Deeds that touch some of `layers`."""
         low, high = layers
-        found = [deed for deed in self.wide if deed.layers[0] < high and low < deed.layers[1]]
-        if high == low + 1:
-            found += self.narrow.get(low, ())
-        else:
-            found += (deed for layer, deeds in self.narrow.items() if low <= layer < high for deed in deeds)
-        return found
+        return [deed for deed in self.deeds if deed.layers[0] < high and low < deed.layers[1]]
 
     def changed(self, layers: Layers, covered: Callable[[Deed], bool], new: Deed | None) -> History:
         """Without the deeds that touch only `layers` and are `covered`, and with `new`, which touches
         `layers`."""
         low, high = layers
-        wide, narrow = self.wide, self.narrow
-        if wide:
-            wide = tuple(
-                [
-                    deed
-                    for deed in wide
-                    if not (low <= deed.layers[0] and deed.layers[1] <= high and covered(deed))
-                ]
-            )
-        if high == low + 1:
-            kept = tuple([deed for deed in narrow.get(low, ()) if not covered(deed)])
-            narrow = {**narrow, low: kept if new is None else (*kept, new)}
-            if not narrow[low]:
-                del narrow[low]
-        else:
-            if narrow:
-                narrow = {
-                    layer: kept
-                    for layer, deeds in narrow.items()
-                    if (
-                        kept := tuple([deed for deed in deeds if not (low <= layer < high and covered(deed))])
-                    )
-                }
-            wide = wide if new is None else (*wide, new)
-        return History(wide, narrow, self.newest if new is None else {**self.newest, new.lane: new.number})
+        kept = tuple(
+            [
+                deed
+                for deed in self.deeds
+                if not (low <= deed.layers[0] and deed.layers[1] <= high and covered(deed))
+            ]
+        )
+        if new is not None:
+            return History((*kept, new), {**self.newest, new.lane: new.number})
+        return self if len(kept) == len(self.deeds) else History(kept, self.newest) if kept else _EMPTY
 
 
-_EMPTY = History((), {}, {})
+_EMPTY = History((), {})
 
 
 class Race(NamedTuple):
@@ -99,7 +72,8 @@ class _Side:
         return len(self._by_slot)
 
     def each(self, slots: Iterable[int]) -> list[History]:
-        return [_EMPTY if found is None else found for found in map(self._by_slot.get, slots)]
+        by_slot = self._by_slot
+        return [by_slot.get(slot, _EMPTY) for slot in slots]
 
     def races(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
         """Deeds that conflict with `deed` and do not happen before it, one per lane and label."""
@@ -119,36 +93,26 @@ class _Side:
             for earlier, among in found.values()
         ]
 
-    def add(self, deed: Deed, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
-        """Add `deed` to each of `slots`, and remove the `covered` deeds within its layers."""
-        olds = list(map(self._by_slot.get, slots))
-        news = _merged({old: (old or _EMPTY).changed(deed.layers, covered, deed) for old in set(olds)})
+    def change(
+        self, layers: Layers, slots: Collection[int], covered: Callable[[Deed], bool], new: Deed | None
+    ) -> None:
+        """Add `new`, if any, to each of `slots`, and remove the `covered` deeds within `layers`."""
+        olds = self.each(slots)
+        news = _merged({old: old.changed(layers, covered, new) for old in set(olds)})
         if len(news) == 1:
             self._by_slot.update(dict.fromkeys(slots, news.popitem()[1]))
         else:
             self._by_slot.update(zip(slots, map(news.__getitem__, olds), strict=True))
-        self._newest[deed.lane] = max(deed.number, self._newest.get(deed.lane, 0))
-
-    def drop(self, layers: Layers, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
-        """Remove the `covered` deeds within `layers`."""
-        by_slot = self._by_slot
-        known = [slot for slot in slots if slot in by_slot]
-        olds = list(map(by_slot.__getitem__, known))
-        news = _merged({old: old.changed(layers, covered, None) for old in set(olds)})
-        for slot, old in zip(known, olds, strict=True):
-            new = news[old]
-            if new.wide or new.narrow:
-                by_slot[slot] = new
-            else:
-                del by_slot[slot]
+        if new is not None:
+            self._newest[new.lane] = max(new.number, self._newest.get(new.lane, 0))
 
 
-def _merged(news: dict[_Old, History]) -> dict[_Old, History]:
+def _merged(news: dict[History, History]) -> dict[History, History]:
     """Merge histories that became equal in different ways."""
     if len(news) < 3:
         return news
-    made: dict[tuple[object, ...], History] = {}
-    return {old: made.setdefault((new.wide, *new.narrow.items()), new) for old, new in news.items()}
+    made: dict[tuple[Deed, ...], History] = {}
+    return {old: made.setdefault(new.deeds, new) for old, new in news.items()}
 
 
 class Histories:
@@ -169,10 +133,10 @@ class Histories:
         races = self.writes.races(deed, slots, clock)
         if deed.writes:
             races += self.reads.races(deed, slots, clock)
-            self.reads.drop(layers, slots, lambda earlier: _ordered(earlier, lane, clock))
-            self.writes.add(deed, slots, lambda earlier: _ordered(earlier, lane, clock))
+            for side, new in ((self.reads, None), (self.writes, deed)):
+                side.change(layers, slots, lambda earlier: _ordered(earlier, lane, clock), new)
         else:
-            self.reads.add(deed, slots, lambda earlier: earlier.lane == lane)
+            self.reads.change(layers, slots, lambda earlier: earlier.lane == lane, deed)
         return races
 
 

@@ -35,38 +35,30 @@ class Stacks:
 
     def __init__(self) -> None:
         self._is_own: dict[str, bool] = {}  # by file
-        self._known: dict[tuple[str | int, ...], tuple[Frame, ...]] = {}  # by files and lines
+        self._known: dict[tuple[tuple[str, int, str], ...], tuple[Frame, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def here(self) -> tuple[Frame, ...]:
         """The caller's stack, innermost frame first, without frames of the lane and the sanitizer."""
-        places: list[str | int] = []
+        places: list[tuple[str, int, str]] = []
         frame: FrameType | None = sys._getframe(1)
-        top, is_own = frame, self._is_own
-        while frame is not None and len(places) < 2 * _DEPTH:
-            file = frame.f_code.co_filename
-            own = is_own.get(file)
+        is_own = self._is_own
+        while frame is not None and len(places) < _DEPTH:
+            code = frame.f_code
+            own = is_own.get(code.co_filename)
             if own is None:
-                own = is_own[file] = any(part in file for part in _OWN)
+                own = is_own[code.co_filename] = any(part in code.co_filename for part in _OWN)
             if not own:
-                places.append(file)
-                places.append(frame.f_lineno)
+                places.append((code.co_filename, frame.f_lineno, code.co_qualname))
             frame = frame.f_back
         key = tuple(places)
         found = self._known.get(key)
-        return self._keep(key, top) if found is None else found
-
-    def _keep(self, key: tuple[str | int, ...], frame: FrameType | None) -> tuple[Frame, ...]:
-        frames: list[Frame] = []
-        while frame is not None and len(frames) < _DEPTH:
-            if not self._is_own[frame.f_code.co_filename]:
-                frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
-            frame = frame.f_back
-        if len(self._known) >= _MAX_KEPT:
-            self._known.clear()
-        found = self._known[key] = tuple(frames)
+        if found is None:
+            if len(self._known) >= _MAX_KEPT:
+                self._known.clear()
+            found = self._known[key] = tuple(Frame(*place) for place in places)
         return found
 
 

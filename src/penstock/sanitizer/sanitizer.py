@@ -159,15 +159,9 @@ class Sanitizer:
         with self._lock:
             self._judge(lane, ticket, label, accesses, self._clocks.submit(lane, ticket))
 
-    def recorded(self, lane: str, fence: int) -> None:
-        """A fence is its lane and number; its coverage is computed when a wait for it comes."""
-
     def waited(self, lane: str, on_lane: str, fence: int) -> None:
         with self._lock:
             self._clocks.wait(lane, on_lane, fence)
-
-    def wait_ignored(self, lane: str, on_lane: str, fence: int) -> None:
-        """Inside a capture: no edge."""
 
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
         with self._lock:

@@ -388,22 +388,22 @@ class SequencedFence:
         self._lane.saw(self.number, sequencer.num_finished - before if blocks else 0)
 
 
-@dataclass(slots=True)
-class SequencedTicket:
-    lane: SequencedLane
-    number: int
-    label: str
-    failure: BaseException | None = None
+class SequencedTicket(SequencedFence):
+    """Of one item; over when it has run or was skipped."""
 
-    def done(self) -> bool:
-        return SequencedFence(self.lane, self.number).passed()
+    def __init__(self, lane: SequencedLane, number: int, label: str) -> None:
+        super().__init__(lane, number)
+        self.label = label
+        self.failure: BaseException | None = None
+
+    done = SequencedFence.passed
 
     def error(self) -> BaseException | None:
-        self.lane.sequencer.effects.looked_at.add((self.lane.name, self.number))
+        self._lane.sequencer.effects.looked_at.add(self.place)
         return self.failure
 
     def wait_done(self, timeout_s: float | None = None) -> None:
-        SequencedFence(self.lane, self.number).wait_passed()
+        self.wait_passed()
         if self.failure is not None:
             raise self.failure
 
@@ -450,21 +450,14 @@ class SequencedLane:
         )
 
     def record(self) -> Fence:
-        fence = SequencedFence(self, self._num_submitted)
-        if self._observer is not None:
-            self._observer.recorded(self.name, fence.number)
-        return fence
+        return SequencedFence(self, self._num_submitted)
 
     def wait(self, fence: Fence) -> None:
         if not isinstance(fence, SequencedFence):
             raise InvariantBroken(
                 f"lane {self.name} cannot wait for {fence!r}: it is of another kind of lane"
             )
-        if self._recording is not None:
-            if self._observer is not None:
-                self._observer.wait_ignored(self.name, fence.lane, fence.number)
-            return
-        if fence.lane == self.name:
+        if self._recording is not None or fence.lane == self.name:
             return
         ticket = self._next_ticket("wait")
         if self._observer is not None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
-from penstock.kv.tiers.store import HEADER_BYTES, Outcome, StoreUsage, Written, pack, unpack
+from penstock.kv.tiers.remote import copy_checked
+from penstock.kv.tiers.store import HEADER_BYTES, Outcome, StoreUsage, Written, pack
 
 _DEADLINE_S = 30.0  # a test that does not release a call fails instead of hanging
 _GARBAGE = 0xEE  # content of a buffer after any outcome but DONE
@@ -200,18 +201,10 @@ class MemoryStore:
         stored = self.blocks.get(key)
         if stored is None:
             return Outcome.MISSING
-        header, payload = unpack(bytes(stored[:HEADER_BYTES])), bytes(stored[HEADER_BYTES:])
-        buffer[: len(payload)] = payload
-        if (
-            header is None
-            or header.key != key
-            or header.space != self._space
-            or len(payload) != len(buffer)
-            or not header.fits(payload)
-        ):
+        outcome = copy_checked(memoryview(stored), key, self._space, buffer)
+        if outcome is Outcome.CORRUPT:
             del self.blocks[key]
-            return Outcome.CORRUPT
-        return Outcome.DONE
+        return outcome
 
     def _write(self, key: bytes, block: bytes) -> Outcome:
         if key in self.fails:

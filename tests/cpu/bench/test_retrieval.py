@@ -18,9 +18,9 @@ from penstock.engine.engine import Engine
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
-from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Needle, Retrieval, haystack, write_retrieval_model
+from tests.support.contiguous_kv import ContiguousKv, forward
 from tests.support.driving import Collected, generate, run_all, submit
 from tests.support.logits import Logits
 

@@ -16,13 +16,8 @@ from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource
 from penstock.models.hashed_file import WeightFile
 from penstock.models.registry import layout
 from penstock.models.rotary import RopeScaling
-from penstock.testing.tiny_models import (
-    TINY_LLAMA,
-    config_json,
-    tiny_tensors,
-    write_tiny_gguf,
-    write_tiny_model,
-)
+from penstock.testing.tiny_models import TINY_LLAMA, config_json, tiny_tensors, write_tiny_model
+from tests.support.tiny_gguf import write_tiny_gguf
 
 
 def _checks(file) -> dict[str, dict[str, str]]:

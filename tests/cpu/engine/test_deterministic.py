@@ -12,9 +12,9 @@ import torch
 from penstock.config import Config, KvConfig, LoraConfig, ModelSource, SpeculationConfig, WeightsName
 from penstock.engine.build import build, check_ahead
 from penstock.errors import ConfigError
-from penstock.testing.tiny_models import write_tiny_gguf
 from tests.support.driving import generate, tiny_config
 from tests.support.steadiness import differing
+from tests.support.tiny_gguf import write_tiny_gguf
 
 TINY = ("tiny-llama", "tiny-qwen3")
 

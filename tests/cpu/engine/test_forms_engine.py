@@ -15,10 +15,10 @@ from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 from penstock.testing.sanitized import build_sanitized, check_silent
-from penstock.testing.tiny_models import write_tiny_gguf
 from tests.support.adapters import adapter_tensors, write_adapter
 from tests.support.driving import generate, settle_all, tiny_config
 from tests.support.forced import forced
+from tests.support.tiny_gguf import write_tiny_gguf
 
 PROMPT = list(range(3, 100))  # six full blocks, and one token that is always computed
 

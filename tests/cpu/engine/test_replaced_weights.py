@@ -20,10 +20,11 @@ from penstock.engine.engine import Engine
 from penstock.kv import build as build_module
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
-from penstock.testing.tiny_models import TINY_LLAMA, config_json, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import TINY_LLAMA, config_json, write_tiny_model
 from tests.cpu.engine.test_cold_tiers import flush, store_of
 from tests.support.adapters import adapter_tensors, write_adapter
 from tests.support.driving import Collected, generate, tiny_config
+from tests.support.tiny_gguf import write_tiny_gguf
 
 Prompts = Callable[..., list[int]]
 STAMP = 1_000_000_000  # seconds: the one modification time of a reproducible image

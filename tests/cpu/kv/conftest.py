@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock_valkey import ValkeyStore
 from tests.cpu.kv.valkey_rig import opened
 from tests.store_servers import valkey_or_skip
 from tests.support.servers import Valkey
@@ -32,5 +31,5 @@ def server(shared_server: Valkey) -> Valkey:
 
 @pytest.fixture
 def store(server: Valkey) -> Iterator[ValkeyStore]:
-    with contextlib.closing(opened(server.url())) as made:
+    with opened(server.url()) as made:
         yield made

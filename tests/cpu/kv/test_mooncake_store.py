@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+import penstock_mooncake as mooncake_module
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import remote
-from penstock.kv.tiers.remote import mooncake as mooncake_module
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.remote.mooncake import MooncakeClient, MooncakeStore
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack
+from penstock_mooncake import MooncakeClient, MooncakeStore
 from tests.cpu.kv.remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 from tests.support.servers import ServerMissing
 from tests.support.servers_more import Mooncake, mooncake_environment
@@ -115,15 +115,6 @@ def intruder(mooncake: Mooncake) -> Iterator[Intruder]:
 # ----------------------------------------------------------------------------------------------------- blocks
 
 
-def test_more_blocks_than_a_lane_takes(
-    store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_of(store), "lane_values", 3)
-    keys = keys_of("lanes", 8)
-    assert slots.write(store, keys) == [DONE] * 8
-    assert slots.read(store, [*keys_of("absent", 1), *keys]) == [MISSING] + [DONE] * 8
-
-
 def test_a_value_is_the_header_and_the_bytes(store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
     (key,) = keys_of("layout", 1)
     slots.write(store, [key])
@@ -175,16 +166,6 @@ def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
     assert slots.read(store, [good, bad]) == [DONE, MISSING]
 
 
-def test_a_question_that_the_program_does_not_know_is_told_and_the_lane_goes_on(
-    store: MooncakeStore, slots: Slots
-) -> None:
-    client = client_of(store)
-    for _ in range(mooncake_module._LANES + 1):  # each of them comes back
-        with pytest.raises(StoreFailed, match="there is no bake"):
-            client.ask("bake", ["x"], time.monotonic() + LATE_S)
-    assert client.alive and client.ask("exist", ["x"], time.monotonic() + LATE_S) == [0]
-
-
 @pytest.mark.parametrize("length", [VALUE_BYTES - 1, VALUE_BYTES + 1])
 def test_a_value_of_the_wrong_length_is_never_served_and_is_removed(
     mooncake: Mooncake, store: MooncakeStore, slots: Slots, length: int
@@ -196,19 +177,6 @@ def test_a_value_of_the_wrong_length_is_never_served_and_is_removed(
     other.close()
     assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
     assert slots.read(store, [good, bad]) == [DONE, MISSING]
-
-
-def test_without_the_check_a_flipped_bit_would_be_served(
-    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that the check is for: it shows that the tests above can fail."""
-    (key,) = keys_of("unchecked", 1)
-    slots.write(store, [key])
-    intruder.put(store, key, WRONG["a bit flipped in the bytes"](intruder.get(store, key), b""))
-    blind = type("Blind", (), {"key": key, "space": slots.space.digest, "fits": lambda *_: True})
-    monkeypatch.setattr(remote, "unpack", lambda header: blind)
-    with pytest.raises(AssertionError, match="never written"):
-        slots.read(store, [key])
 
 
 def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
@@ -321,19 +289,6 @@ def test_a_call_that_is_overdue_ends_its_process(
     assert not client.alive and not Path(f"/proc/{client.pid}").exists()
     wait_usable(store)
     assert slots.read(store, keys) == [DONE] * 2
-
-
-def test_a_client_that_dies_is_replaced(store: MooncakeStore, slots: Slots) -> None:
-    keys = keys_of("dies", 2)
-    slots.write(store, keys)
-    client = client_of(store)
-    os.kill(client.pid, signal.SIGKILL)
-    wait_until(lambda: not client.alive, "the end of the client")
-    wait_usable(store)
-    assert slots.read(store, keys) == [DONE] * 2
-    with pytest.raises(StoreFailed, match="has ended"):
-        client.ask("exist", ["x"], time.monotonic() + LATE_S)
-    client.close()
 
 
 def test_a_library_that_cannot_be_loaded_is_told(
@@ -451,27 +406,6 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(
             MooncakeClient((), VALUE_BYTES, {})
     assert num_open() == before
     assert all(end.fileno() == -1 for pair in made for end in pair)
-
-
-def test_a_store_says_that_its_process_cannot_be_started(
-    mooncake: Mooncake, slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(mooncake.url(), slots.space, TIMEOUT_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/no/such/python")
-        assert "cannot be started" in str(assert_fails(store.probe))
-    wait_usable(store)
-    store.close()
-
-
-def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(mooncake_module, "_spawn", spawned("true", wait=True))
-    client = MooncakeClient((), VALUE_BYTES, {})
-    with pytest.raises(StoreFailed, match="ended while it was connecting"):
-        client.wait_ready(time.monotonic() + LATE_S)
-    client.close()
 
 
 def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(

@@ -13,12 +13,12 @@ import pytest
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import store as envelope
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.remote.valkey import ValkeyConnection, ValkeyStore
 from penstock.kv.tiers.store import BlockStore, Outcome, Space
+from penstock_valkey import ValkeyStore
 
 BLOCK_BYTES = 4096
 PATIENT_S = 30.0  # for servers that answer: a busy machine is slow
-SHORT_S = 0.1  # for servers that do not
+SHORT_S = 0.5  # for servers that do not
 HANG_S = 20.0  # nothing here takes that long unless it hangs
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 SECRET = "hunter2swordfish"
@@ -28,10 +28,11 @@ def space(digest: bytes = b"s" * 32, block_bytes: int = BLOCK_BYTES) -> Space:
     return Space(digest, block_bytes)
 
 
-def opened(url: str, timeout_s: float = PATIENT_S, of: Space | None = None) -> ValkeyStore:
-    store = open_store(url, of or space(), timeout_s)
-    assert isinstance(store, ValkeyStore)
-    return store
+@contextlib.contextmanager
+def opened(url: str, timeout_s: float = PATIENT_S, of: Space | None = None) -> Iterator[ValkeyStore]:
+    with contextlib.closing(open_store(url, of or space(), timeout_s)) as store:
+        assert isinstance(store, ValkeyStore)
+        yield store
 
 
 def keys_of(num: int, first: int = 0) -> list[bytes]:
@@ -69,25 +70,24 @@ CALLS: dict[str, Callable[[ValkeyStore], object]] = {
     "write": lambda store: write(store, keys_of(3, first=50)),
     "probe": lambda store: store.probe(),
     "reset": lambda store: store.reset(),
+    "manifests": lambda store: store.manifests(),
+    "read_manifest": lambda store: store.read_manifest("aa-1"),
+    "write_manifest": lambda store: store.write_manifest("aa-1", b"text", None, b"old"),
+    "remove_manifest": lambda store: store.remove_manifest("aa-1"),
 }
 
 
-def num_idle(store: ValkeyStore) -> int:
-    return sum(map(len, store._connections._idle.values()))
-
-
-def is_closed(connection: ValkeyConnection) -> bool:
-    return connection._socket.fileno() == -1
-
-
-def failure_of(store: ValkeyStore) -> str:
-    with contextlib.closing(store), pytest.raises(StoreFailed) as failure:
+def failure_of(url: str, timeout_s: float = PATIENT_S) -> str:
+    """Everything that is said about the store at `url` when it is asked."""
+    with opened(url, timeout_s) as store, pytest.raises(StoreFailed) as failure:
         store.find(keys_of(1))
     return repr(failure.value) + "".join(traceback.format_exception(failure.value)) + repr(store)
 
 
 @contextlib.contextmanager
-def no_hang() -> Iterator[None]:
+def fails(match: str | None = None) -> Iterator[None]:
+    """With StoreFailed, and in time."""
     started = time.monotonic()
-    yield
+    with pytest.raises(StoreFailed, match=match):
+        yield
     assert time.monotonic() - started < HANG_S

@@ -23,7 +23,6 @@ from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
 from penstock.models.progress import silent
-from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 from tests.support.adapters import (
     ALL_MODULES,
@@ -34,6 +33,7 @@ from tests.support.adapters import (
     write_adapter,
     write_random_adapter,
 )
+from tests.support.contiguous_kv import ContiguousKv, forward
 
 IDS = list(range(3, 43))
 TOLERANCE = 1e-5  # of the largest logit, in float32

@@ -44,7 +44,8 @@ from penstock.models.llama import SMOLLM2_135M
 from penstock.models.loader import inspect_model, load_model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
-from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
+from tests.support.tiny_gguf import write_tiny_gguf
 
 INT8 = Forms(torch.bfloat16, 8)
 INT4 = Forms(torch.bfloat16, 8, 8)

@@ -25,13 +25,8 @@ from penstock.models.progress import Progress, silent
 from penstock.models.registry import config_of_gguf, parse_config
 from penstock.models.rotary import RopeScaling
 from penstock.models.weights import LoadedWeights, load_directory, read_json
-from penstock.testing.tiny_models import (
-    TINY_LLAMA,
-    TINY_QWEN3,
-    tiny_tensors,
-    write_tiny_gguf,
-    write_tiny_model,
-)
+from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
+from tests.support.tiny_gguf import write_tiny_gguf
 
 CPU = torch.device("cpu")
 

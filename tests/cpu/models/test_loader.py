@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
@@ -16,7 +17,6 @@ from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
-from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
 from penstock.testing.tiny_models import (
     TINY_LLAMA,
     TINY_QWEN3,
@@ -24,6 +24,8 @@ from penstock.testing.tiny_models import (
     write_tiny_gguf,
     write_tiny_model,
 )
+from tests.support.contiguous_kv import ContiguousKv, forward, generate
+from tests.support.tiny_gguf import write_tiny_gguf
 
 
 def load(

@@ -21,7 +21,7 @@ from penstock.models.loader import load_model
 from penstock.models.progress import silent
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
-from penstock.testing import tiny_models
+from tests.support import tiny_gguf
 from tests.support.vocabularies import SPECIAL, rendered, sentencepiece_metadata, vocabulary
 
 LARGE = dataclasses.replace(TINY_LLAMA, vocab=1000)
@@ -246,8 +246,8 @@ def test_a_gguf_file_with_a_sentencepiece_vocabulary_loads_and_cuts_text_as_a_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tiny_models, "_add_gguf_tokenizer", add_sentencepiece)
-    path = tiny_models.write_tiny_gguf(tmp_path / "x.gguf", dataclasses.replace(TINY_LLAMA, vocab=915))
+    monkeypatch.setattr(tiny_gguf, "_add_gguf_tokenizer", add_sentencepiece)
+    path = tiny_gguf.write_tiny_gguf(tmp_path / "x.gguf", dataclasses.replace(TINY_LLAMA, vocab=915))
     library = vocabulary("SentencePiece BPE")
     for _ in range(2):  # converted, and from the converted copy
         loaded = load_model(

@@ -15,8 +15,8 @@ from penstock.errors import ModelError
 from penstock.models.model import ModelConfig
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, MtpHead, read_head, write_head
 from penstock.speculation.vocab import DraftVocab
-from penstock.testing.contiguous_kv import ContiguousKv
 from penstock.testing.tiny_models import TINY_QWEN3
+from tests.support.contiguous_kv import ContiguousKv
 from tests.support.mutation import mutated
 from tests.support.tiny_target import SMALL, tiny_target
 from train_mtp import training as training_module

@@ -14,8 +14,8 @@ from penstock.errors import ConfigError
 from penstock.models.progress import silent
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, read_head
 from penstock.speculation.vocab import DraftVocab
-from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import write_tiny_model
+from tests.support.contiguous_kv import ContiguousKv, forward
 from tests.support.tiny_target import tiny_target, written
 from train_mtp.__main__ import main
 from train_mtp.training import (

@@ -1,13 +1,15 @@
-"""What the URL of a Mooncake store may say. Nothing is connected to."""
+"""What the URL of a Mooncake store may say, and what the library's codes mean. Nothing is connected to."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.remote.mooncake import parse_address
 from penstock.kv.tiers.store import Space
+from penstock_mooncake import MooncakeStore, parse_address
 
 SPACE = Space(bytes(32), 64)
 
@@ -45,3 +47,10 @@ def test_a_missing_library_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="penstock\\[mooncake\\]"):
         open_store("mooncake://host", SPACE, 1.0)
+
+
+def test_each_code_of_a_write_has_its_outcome() -> None:
+    """A block that another engine has written meanwhile is there, and that is all that was wanted."""
+    with contextlib.closing(MooncakeStore(parse_address("mooncake://127.0.0.1:1"), SPACE, 1.0)) as store:
+        codes = {0: "DONE", -705: "DONE", -200: "FULL", -1700: "FULL", -706: "FAILED", -800: "FAILED"}
+        assert {code: store._written(code).name for code in codes} == codes

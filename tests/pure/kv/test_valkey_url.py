@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.kv.tiers.remote import Node
-from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE, ValkeyAddress, parse_address
+from penstock_valkey import PASSWORD_VARIABLE, ValkeyAddress, parse_address
 
 SECRET = "hunter2swordfish"
 

@@ -55,10 +55,6 @@ def test_looking_late_adds_little_and_looking_often_ends(waited_s: float) -> Non
     assert look_again_s(2 * waited_s) >= again_s
 
 
-def test_what_has_taken_long_is_not_looked_at_often() -> None:
-    assert look_again_s(0.0) == POLL_S and look_again_s(1.0) == POLL_MOST_S >= 10 * POLL_S
-
-
 @ON_LINUX
 def test_timers_are_sharp_on_the_thread_that_asks_and_on_no_other() -> None:
     here = slack_ns()
@@ -68,15 +64,10 @@ def test_timers_are_sharp_on_the_thread_that_asks_and_on_no_other() -> None:
 
 @ON_LINUX
 def test_whoever_waits_at_a_sharp_inbox_has_sharp_timers_and_at_another_has_not() -> None:
-    assert slack_on_a_thread(lambda: Inbox(sharp=True).wait(0.0))[1] == 1000
-    before, after = slack_on_a_thread(lambda: Inbox().wait(0.0))
-    assert before == after
-
-
-@ON_LINUX
-def test_a_second_thread_that_waits_gets_them_too() -> None:
     inbox = Inbox(sharp=True)
     assert [slack_on_a_thread(lambda: inbox.wait(0.0))[1] for _ in range(2)] == [1000, 1000]
+    before, after = slack_on_a_thread(lambda: Inbox().wait(0.0))
+    assert before == after
 
 
 def test_timers_that_cannot_be_sharpened_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,21 +77,6 @@ def test_a_race_is_found_exactly_where_two_accesses_share_a_slot_and_a_layer_out
     assert 0 < program.num_races < 30
 
 
-@pytest.mark.parametrize(("earlier", "later", "race"), [
-    ((0, 2), (2, 4), False), ((2, 4), (0, 2), False), ((0, 2), (1, 2), True), ((1, 2), (0, 2), True), ((0,
-    1), (0, 4), True),
-    ((3, 4), (0, 4), True), ((0, 4), (3, 4), True), ((0, 4), (0, 1), True), ((1, 2), (2, 3), False), ((2, 3),
-    (1, 2), False),
-    ((0, 1), (1, 4), False), ((1, 4), (0, 1), False), ((1, 3), (2, 4), True),
-])  # fmt: skip
-def test_layers_that_only_touch_do_not_race(
-    earlier: tuple[int, int], later: tuple[int, int], race: bool
-) -> None:
-    histories = Histories()
-    histories.take(deed_of("a", 1, "write", earlier, True), [7], {})
-    assert bool(histories.take(deed_of("b", 1, "read", later, False), [7], {})) is race
-
-
 def test_what_was_covered_in_some_of_its_layers_still_races_in_the_others() -> None:
     histories = Histories()
     histories.take(deed_of("a", 1, "wide write", (0, 4), True), [7], {})

@@ -71,14 +71,6 @@ def test_a_slot_that_became_free_starts_anew(sanitizer: Sanitizer) -> None:
     assert told(sanitizer) == [] and len(sanitizer.checksums) == 1
 
 
-def test_what_a_slot_was_filled_with_last_is_what_counts(sanitizer: Sanitizer) -> None:
-    """A block that is forgotten gives its slot to the next one, which need not be free in between."""
-    sanitizer.checksums.demoted("host", 3, OTHER, 1)
-    sanitizer.checksums.demoted("host", 3, KEY, 2)
-    sanitizer.checksums.promoted("host", 3, KEY, 2)
-    assert told(sanitizer) == []
-
-
 def test_there_are_never_more_digests_than_slots(sanitizer: Sanitizer) -> None:
     for number in range(1000):
         sanitizer.checksums.demoted("host", number % 8, number.to_bytes(16, "big"), number)

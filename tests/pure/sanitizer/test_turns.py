@@ -30,26 +30,30 @@ def test_a_wait_inside_a_turn_is_a_stall_and_says_how_long_and_where() -> None:
     assert sanitizer.num_by_kind[Kind.STALL] == 1
 
 
-def test_the_places_that_may_wait_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    sanitizer = Sanitizer()
-    sanitizer.host_waited("load", 3, 0.25)  # between turns
+def test_a_wait_is_a_stall_only_inside_a_turn_from_the_limit_on_and_without_permission() -> None:
+    sanitizer = Sanitizer(stall_s=0.1)
+
+    def waits(seconds: float) -> int:
+        sanitizer.host_waited("load", 3, seconds)
+        return sanitizer.num_by_kind[Kind.STALL]
+
+    with sanitizer.turns.turn(), sanitizer.turns.may_wait("result"):
+        with sanitizer.turns.may_wait("inner"):
+            assert waits(0.25) == 0
+        assert waits(0.25) == 0, "the outer permission goes on"
     with sanitizer.turns.turn():
-        with sanitizer.turns.may_wait("result"):
-            sanitizer.host_waited("compute", 3, 0.25)
-            with sanitizer.turns.may_wait("inner"):
-                pass
-            sanitizer.host_waited("compute", 4, 0.25)
-        sanitizer.host_waited("load", 3, 0.0)  # a look
-        sanitizer.host_waited("load", 4, 0.0009)  # what a lock costs
-        # somebody else's time
-        other = threading.Thread(target=lambda: sanitizer.host_waited("load", 5, 0.25))
+        assert waits(0.0) == waits(0.1) == 0, "a look, and what a lock costs"
+        other = threading.Thread(target=waits, args=(0.25,))  # another thread's time
         other.start()
         other.join()
-    sanitizer.host_waited("load", 6, 0.25)
-    assert sanitizer.reports == []
-    with sanitizer.turns.turn():
-        sanitizer.host_waited("load", 7, 0.25)
-    assert len(sanitizer.reports) == 1, "permission ends with its block"
+        with sanitizer.turns.turn():
+            pass
+        with pytest.raises(OSError), sanitizer.turns.may_wait("result"):
+            raise OSError
+        assert waits(0.2) == 1, "a permission ends with its block, also with an error"
+    with pytest.raises(OSError), sanitizer.turns.turn():
+        raise OSError
+    assert waits(0.25) == 1, "so does a turn"
 
 
 def test_a_wait_on_a_real_lane_is_measured() -> None:
@@ -112,15 +116,10 @@ def test_a_pool_that_loses_a_slot_does_not_balance() -> None:
     pool = BlockPool(8, "device", sanitizer)
     pool._book.num_in[0] -= 1
     sanitizer.turns.balanced("device", pool.counts._asdict())
+    sanitizer.turns.balanced("ssd", {"free": 3})  # never opened
     (report,) = sanitizer.reports
     assert report.kind is Kind.ACCOUNTING
     assert report.sentence == (
         "the pool of device says that it has {'free': 7} at a step boundary, and its changes add up to "
         "{'free': 8}"
     )
-
-
-def test_nobody_is_asked_to_balance_a_pool_that_was_never_opened() -> None:
-    sanitizer = Sanitizer()
-    sanitizer.turns.balanced("ssd", {"free": 3})
-    assert sanitizer.reports == []

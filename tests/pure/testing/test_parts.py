@@ -67,12 +67,6 @@ def test_lines_of_the_release_are_taken_with_its_backports_where_they_are_wanted
     ]
 
 
-def test_a_machine_without_a_release_has_no_sources(tool: ModuleType) -> None:
-    assert not list(tool.stanza_sources(STANZAS, "", True)) and not list(
-        tool.one_line_sources(LINES, "", True)
-    )
-
-
 def test_who_asks_at_once_waits_for_one_fetch(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     fetches: list[str] = []
     together = threading.Barrier(4)
@@ -103,14 +97,6 @@ def test_a_fetch_that_failed_leaves_nothing_that_looks_fetched(
     assert tool.main(["valkey"]) == 1
     assert "valkey cannot be had" in capsys.readouterr().err
     assert not (tool.CACHE / "valkey").exists()
-
-
-def test_a_machine_without_apt_says_what_to_do(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tool.shutil, "which", lambda name: None)
-    assert tool.main(["valkey"]) == 1
-    assert "PATH" in capsys.readouterr().err
 
 
 def test_an_unknown_part_is_refused(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from penstock.contract import Access, Mode
-from penstock.testing import reduction
-from penstock.testing.reduction import explore_all
 from penstock.testing.sequencer import Program, Sequencer, explore, run
+from tests.support import reduction
+from tests.support.reduction import explore_all
 
 LANES = ("a", "b", "c")
 TOO_MANY = 1500  # schedules of a random program that is worth trying
@@ -133,31 +133,6 @@ def test_a_search_that_takes_too_much_to_commute_misses_ends(
     monkeypatch.setattr(reduction, name, broken)
     with pytest.raises(AssertionError, match="as well"):
         compare(range(25))
-
-
-def test_items_of_many_lanes_that_touch_different_slots_take_one_run() -> None:
-    def program(sequencer: Sequencer) -> None:
-        for number, name in enumerate("abcdef"):
-            lane = sequencer.lane(name)
-            for _ in range(3):
-                lane.submit(lambda: None, [Access("device", (number,), (0, 4), Mode.WRITE)], label=name)
-
-    assert explore_all(program) == (1, None)
-
-
-def test_work_that_declares_nothing_is_taken_to_touch_everything() -> None:
-    def program(sequencer: Sequencer) -> None:
-        first, second = sequencer.lane("first"), sequencer.lane("second")
-        first.submit(lambda: order.append(1), label="one")
-        second.submit(lambda: order.append(2), label="two")
-        sequencer.run_all()
-        orders.add(tuple(order))
-        order.clear()
-
-    order: list[int] = []
-    orders: set[tuple[int, ...]] = set()
-    explore_all(program)
-    assert orders == {(1, 2), (2, 1)}
 
 
 def test_a_failure_is_shrunk_and_replays() -> None:

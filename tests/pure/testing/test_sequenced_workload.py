@@ -25,8 +25,8 @@ from penstock.kv.tiers.saves import Save, Saves
 from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.reduction import explore_all
 from penstock.testing.sequencer import Failure, Sequencer, run
+from tests.support.reduction import explore_all
 
 BLOCK, LAYERS, DEVICE_SLOTS, HOST_SLOTS = 4, 6, 3, 4  # too few slots for the prompts below, on either side
 SCOPE = Scope(b"w" * 32, "float32", b"layout", BLOCK, "rope")

@@ -10,11 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.contract import Access, Mode
 from penstock.errors import LaneClosed
 from penstock.lanes.lane import Ticket
-from penstock.sanitizer.report import Kind
-from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing import sequencer as sequencer_module
 from penstock.testing.sequencer import Deadlock, SequencedLane, Sequencer, explore, run, shrink, walk
 
@@ -110,17 +107,6 @@ def test_a_random_walk_finds_it_too_and_shrinks_it() -> None:
     assert shrink(program, failure).schedule == failure.schedule
 
 
-def test_the_same_seed_takes_the_same_way() -> None:
-    def program(sequencer: Sequencer) -> None:
-        for name in ("a", "b", "c"):
-            lane = sequencer.lane(name)
-            for number in range(4):
-                lane.submit(lambda: None, label=f"{name}{number}")
-
-    traces = [run(program, rng=random.Random(seed))[0].trace for seed in (5, 5, 6)]
-    assert traces[0] == traces[1] != traces[2]
-
-
 def test_lanes_that_wait_for_each_other_are_a_deadlock_and_not_a_hang() -> None:
     def program(sequencer: Sequencer) -> None:
         a, b = sequencer.lane("a"), sequencer.lane("b")
@@ -150,45 +136,6 @@ def test_the_rules_of_lanes_hold() -> None:
     lane.close()
     with pytest.raises(LaneClosed):
         lane.submit(lambda: None, label="late")
-
-
-def test_the_sanitizer_needs_no_bad_luck_to_see_what_exploration_finds() -> None:
-    """It reports the missing edge under the default schedule, in which nothing goes wrong."""
-    sanitizer = Sanitizer()
-    sequencer = Sequencer(observer=sanitizer)
-    load, compute = sequencer.lane("load"), sequencer.lane("compute")
-    access = Access("device", (3,), (0, 2), Mode.WRITE)
-    landed = []
-    load.submit(lambda: landed.append(True), [access], label="promote")
-    fence = load.record()
-    with compute.capture("decode") as capture:
-        compute.wait(fence)
-        compute.submit(lambda: None, label="layer")
-    compute.replay(capture.replay, [access._replace(mode=Mode.READ)])
-    sequencer.run_all()
-    assert landed and sanitizer.num_by_kind[Kind.RACE] == 1
-    load.submit(lambda: None, [access._replace(slots=(4,))], label="promote")
-    load.drain()
-    compute.submit(lambda: None, [access._replace(slots=(4,))], label="writer")
-    assert sanitizer.num_by_kind[Kind.RACE] == 1
-
-
-def test_a_lane_does_not_begin_its_next_item_while_one_is_running() -> None:
-    def program(sequencer: Sequencer) -> None:
-        a, b = sequencer.launcher("a"), sequencer.lane("b")
-        seen: list[str] = []
-
-        def outer() -> None:
-            seen.append("begins")
-            b.submit(lambda: None, label="inner")
-            seen.append("ends")
-
-        a.submit(outer, label="outer")
-        a.submit(lambda: seen.append("next"), label="next")
-        sequencer.run_all()
-        assert seen == ["begins", "ends", "next"]
-
-    assert explore(program, max_preemptions=5)[1] is None
 
 
 # -------------------------------------------------------------------------------------------------- launchers
@@ -264,21 +211,6 @@ def test_a_launcher_can_wait_and_look_as_the_program_can() -> None:
     assert outcomes == {"copied", "under way"}
 
 
-def test_an_error_of_a_launcher_is_found_at_its_ticket() -> None:
-    def program(sequencer: Sequencer) -> None:
-        lane, launcher = sequencer.lane("a"), sequencer.launcher("launcher")
-
-        def launch() -> None:
-            lane.submit(lambda: None, label="copy")
-            raise ValueError("half-way")
-
-        ticket = launcher.submit(launch, label="launch")
-        with pytest.raises(ValueError, match="half-way"):
-            ticket.wait_done()
-
-    assert run(program)[1] is None
-
-
 def test_launchers_that_wait_for_each_other_are_a_deadlock_and_their_threads_end() -> None:
     def program(sequencer: Sequencer) -> None:
         first, second = sequencer.launcher("first"), sequencer.launcher("second")
@@ -330,34 +262,3 @@ def test_work_on_a_plain_lane_that_uses_lanes_is_refused_aloud() -> None:
 
     _, failure = run(program)
     assert failure is not None and "make that lane with Sequencer.launcher" in str(failure.error)
-
-
-def test_what_depends_on_a_fence_may_come_before_the_one_who_waits_for_it() -> None:
-    def program(sequencer: Sequencer) -> None:
-        a, b = sequencer.lane("a"), sequencer.lane("b")
-        cell = ["old"]
-        a.submit(lambda: None, label="first")
-        b.wait(a.record())
-        b.submit(lambda: cell.__setitem__(0, "new"), label="second")
-        a.drain()
-        seen.add(cell[0])
-
-    seen: set[str] = set()
-    assert explore(program, max_preemptions=3)[1] is None
-    assert seen == {"old", "new"}, (
-        "the program is not the only one who is free to go on once the fence has passed"
-    )
-
-
-def test_lanes_of_a_program_can_be_watched_from_inside_it() -> None:
-    def program(sequencer: Sequencer) -> None:
-        sanitizer = Sanitizer()
-        sequencer.watch(sanitizer)
-        load, compute = sequencer.lane("load"), sequencer.lane("compute")
-        access = Access("device", (3,), (0, 2), Mode.WRITE)
-        load.submit(lambda: None, [access], label="promote")
-        compute.submit(lambda: None, [access], label="step")
-        assert not sanitizer.reports, str(sanitizer.reports[0])
-
-    _, failure = explore(program)
-    assert failure is not None and "'step' on lane compute is not ordered after write" in str(failure.error)

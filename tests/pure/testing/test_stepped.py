@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.contract import Access, Mode
-from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from tests.support.stepped import ByteArena, Cell, SteppedLanes, TagArena, TagCopier
+from penstock.errors import InvariantBroken
+from tests.support.stepped import SteppedLanes, TagArena, TagCopier
 
 BOTH = (0, 2)
 
@@ -92,45 +92,3 @@ def test_a_lane_waits_for_another_and_a_failure_skips_what_comes_after_it() -> N
     assert isinstance(skipped.error(), OSError) and len(pair.lane) == 0
     with pytest.raises(OSError, match="told to fail"):
         skipped.wait_done()
-
-
-def test_a_wait_runs_the_lanes_and_runs_into_its_deadline_where_that_is_not_enough() -> None:
-    pair = Pair()
-    pair.copy()
-    pair.lane.record().wait_passed()
-    assert pair.two.cells[1] == ["a", "b"]
-    stuck = pair.lanes.lane("stuck")
-    stuck.submit(lambda: None, label="never")
-    fence = stuck.record()
-    stuck.step = lambda: False  # type: ignore[method-assign]
-    pair.lane.wait(fence)
-    with pytest.raises(DeadlineExceeded, match="no lane can go on"):
-        pair.lane.drain()
-
-
-def test_a_lane_refuses_once_when_told_and_for_good_when_closed() -> None:
-    pair = Pair()
-    pair.lane.refuses = OSError("full")
-    with pytest.raises(OSError, match="full"):
-        pair.copy()
-    pair.copy()
-    pair.lane.close()
-    assert pair.two.cells[1] == ["a", "b"]
-    with pytest.raises(LaneClosed):
-        pair.copy()
-
-
-def test_an_arena_of_bytes_shows_a_slot_as_memory_and_is_copied_like_any_other() -> None:
-    cell = Cell(
-        2, lambda value: value.to_bytes(2, "big"), lambda data: int.from_bytes(data, "big"), lambda: 0xFFFF
-    )
-    tags, memory = TagArena("tags", 2, 2), ByteArena("memory", 2, 2, cell)
-    assert memory.read([0, 1], BOTH) == [[0xFFFF] * 2] * 2, "nothing was written"
-    tags.write([0], BOTH, [[1, 2]])
-    TagCopier(tags, memory).copy(np.array([0]), np.array([1]), BOTH)
-    assert bytes(memory.view(1)) == b"\0\1\0\2" and memory.read([0], BOTH) == [[0xFFFF] * 2]
-    memory.view(1)[:2] = b"\0\7"
-    TagCopier(memory, tags).copy(np.array([1]), np.array([1]), (0, 1))
-    assert tags.cells[1][0] == 7 and tags.cells[1][1] != 2
-    memory.spoil([1], (1, 2))
-    assert memory.read([1], BOTH) == [[7, 0xFFFF]]

@@ -1,6 +1,6 @@
 """The interface of a cold tier's storage: a disk, or a store that several engines share. Owns the protocols,
-and the header before a block's bytes outside the process. To add a store, write a file with a `BlockStore`,
-and a line where its kind is named."""
+and the header before a block's bytes outside the process. Stores that engines share are packages of their
+own (`remote.py`)."""
 
 from __future__ import annotations
 

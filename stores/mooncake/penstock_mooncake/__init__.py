@@ -1,5 +1,5 @@
 """A `BlockStore` in a Mooncake store, by its master. Owns names, deadlines, what the library's codes mean,
-and the processes in which the library runs (`mooncake_program`) with the memory shared with them.
+and the processes in which the library runs (`program.py`) with the memory shared with them.
 
 `mooncake://host[:port][?metadata=URL&protocol=tcp|rdma&device=NAME&local=HOST&segment_gib=N&buffer_gib=N]`
 
@@ -35,16 +35,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import (
-    FLAG,
-    SharedStore,
-    check_hosts,
-    copy_checked,
-    mooncake_program,
-    need,
-    parse_url,
-)
+from penstock.kv.tiers.remote import FLAG, SharedStore, check_hosts, copy_checked, need, parse_url
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, pack
+from penstock_mooncake import program
 
 log = logging.getLogger(__name__)
 
@@ -377,8 +370,8 @@ def _views(descriptor: int, lane_values: int, value_bytes: int) -> list[tuple[in
 
 def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        # -P: beside the program lies a module with the library's name.
-        [sys.executable, "-P", mooncake_program.__file__, *map(str, descriptors)],
+        # -P: nothing beside the program is imported.
+        [sys.executable, "-P", program.__file__, *map(str, descriptors)],
         env={**environment, **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -391,7 +384,7 @@ def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
 
 def _send(link: socket.socket, message: object, until: float) -> None:
     link.settimeout(max(0.001, until - time.monotonic()))
-    mooncake_program.send(link, message)
+    program.send(link, message)
 
 
 def _receive(link: socket.socket, until: float) -> tuple[list[int], str]:

@@ -13,16 +13,14 @@ checked, and sent bytes were copied before. So a request that outlasts its deadl
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import obstore
@@ -30,7 +28,16 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import FLAG, SharedStore, StoreUrl, check_hosts, copy_checked, need, parse_url
+from penstock.kv.tiers.remote import (
+    FLAG,
+    Requests,
+    SharedStore,
+    StoreUrl,
+    check_hosts,
+    copy_checked,
+    need,
+    parse_url,
+)
 from penstock.kv.tiers.store import FORMAT, BlockStore, Outcome, Space, Written, pack
 
 if TYPE_CHECKING:
@@ -38,9 +45,6 @@ if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 _AT_ONCE = 16  # requests of this store that run at once
 _REMOVE_AT_ONCE = 500  # objects that one request of a reset removes
@@ -115,7 +119,7 @@ class BucketStore(SharedStore):
         self._bucket = bucket
         self._folder = f"{FORMAT}/{space.digest.hex()}"
         self._manifests = f"snapshots/{space.digest.hex()}"
-        self._requests = Requests(timeout_s)
+        self._requests = Requests(timeout_s, _AT_ONCE, _failure)
 
     def __repr__(self) -> str:
         return f"<BucketStore {self._address.place}/{self._address.path}>"
@@ -123,7 +127,7 @@ class BucketStore(SharedStore):
     def find(self, keys: Sequence[bytes]) -> int:
         """Probes a few positions at once, then again between the last present and the first missing one. A
         hole further ahead is not seen; reading finds it."""
-        until = self._requests.until()
+        until = self._until()
         # all before `there` count as there; `missing` is not, or does not exist
         there, missing = 0, len(keys)
         while there < missing:
@@ -138,7 +142,7 @@ class BucketStore(SharedStore):
         return there
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
-        until = self._requests.until()
+        until = self._until()
         outcomes = [Outcome.FAILED] * len(keys)
         for i, value in self._requests.together(self._get, keys, until):
             if not isinstance(value, Exception):
@@ -156,7 +160,7 @@ class BucketStore(SharedStore):
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
         """Does not send existing objects again."""
-        until = self._requests.until()
+        until = self._until()
         there = self._requests.each(self._has, keys, until)
         new = [i for i, has in enumerate(there) if has is not True]
         values = [(keys[i], b"".join((pack(keys[i], self._digest, blocks[i]), blocks[i]))) for i in new]
@@ -296,53 +300,6 @@ class BucketStore(SharedStore):
     def _some_paths(self, folder: str) -> list[str]:
         chunk = next(iter(obstore.list(self._bucket, folder, chunk_size=_REMOVE_AT_ONCE)), [])
         return [entry["path"] for entry in chunk]
-
-
-class Requests:
-    """Concurrent requests on their own threads, under a deadline. An overdue one is abandoned."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._threads = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "s3")
-
-    def until(self) -> float:
-        return time.monotonic() + self._timeout_s
-
-    def each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T | Exception]:
-        done = dict(self.together(job, things, until))
-        return [done[place] for place in range(len(things))]
-
-    def one(self, job: Callable[[U], T], thing: U) -> T:
-        (answer,) = self.each(job, [thing], self.until())
-        if isinstance(answer, Exception):
-            raise _failure(answer)
-        return answer
-
-    def together(
-        self, job: Callable[[U], T], things: Sequence[U], until: float
-    ) -> Iterator[tuple[int, T | Exception]]:
-        """Answers or errors with their indices, as they come. Raises StoreFailed if all are errors, or if
-        some did not come by the deadline."""
-        running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
-        broken: list[Exception] = []
-        try:
-            for future in concurrent.futures.as_completed(running, max(0.0, until - time.monotonic())):
-                error = future.exception()
-                if isinstance(error, Exception):
-                    broken.append(error)
-                    yield running[future], error
-                else:
-                    yield running[future], future.result()
-        except TimeoutError:
-            raise StoreFailed(f"the bucket did not answer within {self._timeout_s:g} s") from None
-        finally:
-            for future in running:
-                future.cancel()
-        if broken and len(broken) == len(things):
-            raise _failure(broken[0])
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _failure(error: Exception) -> StoreFailed:

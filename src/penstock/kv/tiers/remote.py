@@ -1,28 +1,34 @@
-"""Stores that several engines share: one module for each kind, with a `BlockStore` in it. Owns the table of
-kinds, their common base, the check of received values, and the parsing of URLs. No message repeats a part of
-the URL: it may contain a password anywhere."""
+"""Stores that several engines share are plug-ins: a package with an entry point of the group
+`penstock.stores` for each URL scheme. Owns the look-up of those, and the parts that stores have in common:
+URLs, deadlines, and the check of received values. No message repeats a part of the URL: it may contain a
+password anywhere."""
 
 from __future__ import annotations
 
-import importlib
+import concurrent.futures
 import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from importlib.metadata import entry_points
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.store import HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, unpack
 
 FLAG = "--kv-offload-remote"
+GROUP = "penstock.stores"  # of entry points: scheme = "module:open_store"
 logger = logging.getLogger(__name__)
 
-# By the URL's scheme: the module here that has `open_store(url, space, timeout_s) -> BlockStore`.
+T = TypeVar("T")
+U = TypeVar("U")
+
+# Schemes of the stores that this project has, and the extra that installs each.
 KINDS = {
     "valkey": "valkey",
     "valkeys": "valkey",
@@ -33,18 +39,26 @@ KINDS = {
 }
 
 
+def schemes() -> list[str]:
+    """What a URL of a store may begin with: the project's own schemes, and those of installed plug-ins."""
+    return list(dict.fromkeys((*KINDS, *(entry.name for entry in entry_points(group=GROUP)))))
+
+
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     """Connects lazily: a store that is down at start is treated like one that fails later. Raises ConfigError
     for a URL that can never work; no message repeats the URL, which may contain a password."""
     scheme = url.partition("://")[0]  # urlsplit's own errors repeat what it was given
-    if scheme not in KINDS:
-        raise ConfigError(f"{FLAG} must start with one of {', '.join(f'{kind}://' for kind in KINDS)}")
+    found = [*entry_points(group=GROUP, name=scheme)]
+    need(
+        bool(found) or scheme in KINDS,
+        f"must start with one of {', '.join(f'{kind}://' for kind in schemes())}",
+    )
+    hint = f"needs the package penstock-{KINDS.get(scheme)}: pip install 'penstock[{KINDS.get(scheme)}]'"
+    need(bool(found), f"{scheme}:// {hint}")
     try:
-        module = importlib.import_module(f"penstock.kv.tiers.remote.{KINDS[scheme]}")
+        make: Callable[[str, Space, float], BlockStore] = found[0].load()
     except ImportError as error:
-        hint = f"needs its client library: pip install 'penstock[remote]' ({error})"
-        raise ConfigError(f"{FLAG} {scheme}:// {hint}") from None
-    make: Callable[[str, Space, float], BlockStore] = module.open_store
+        raise ConfigError(f"{FLAG} {scheme}:// cannot be used: {error}") from None
     return make(url, space, timeout_s)
 
 
@@ -93,6 +107,57 @@ class SharedStore:
     def usage(self) -> StoreUsage:
         """Other engines write and remove there, too; only the store itself can count."""
         return StoreUsage(0)
+
+
+class Requests:
+    """Calls of a client library on their own threads, under a deadline. An overdue one is abandoned: a job
+    must not touch a host slot. `failure` describes what a job raised."""
+
+    def __init__(
+        self, timeout_s: float, num_threads: int, failure: Callable[[Exception], StoreFailed]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._failure = failure
+        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "penstock-store")
+
+    def one(self, job: Callable[[U], T], thing: U, until: float | None = None) -> T:
+        """The answer of one job. Without `until`, the job has the whole timeout."""
+        (answer,) = self.each(job, [thing], until or time.monotonic() + self._timeout_s)
+        assert not isinstance(answer, Exception)  # the only one: it was raised
+        return answer
+
+    def each(self, job: Callable[[U], T], things: Sequence[U], until: float) -> list[T | Exception]:
+        done = dict(self.together(job, things, until))
+        return [done[place] for place in range(len(things))]
+
+    def together(
+        self, job: Callable[[U], T], things: Sequence[U], until: float
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Answers or errors with their indices, as they come. Raises StoreFailed if all are errors, or if
+        some did not come by the deadline."""
+        try:
+            running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
+        except RuntimeError:
+            raise StoreFailed("the shared store was closed") from None
+        broken: list[Exception] = []
+        try:
+            for future in concurrent.futures.as_completed(running, max(0.0, until - time.monotonic())):
+                error = future.exception()
+                if isinstance(error, Exception):
+                    broken.append(error)
+                    yield running[future], error
+                else:
+                    yield running[future], future.result()
+        except TimeoutError:
+            raise StoreFailed(f"the shared store did not answer within {self._timeout_s:g} s") from None
+        finally:
+            for future in running:
+                future.cancel()
+        if broken and len(broken) == len(things):
+            raise self._failure(broken[0])
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def is_block(header: memoryview | bytes, key: bytes, space: bytes, payload: memoryview) -> bool:
