@@ -97,7 +97,7 @@ class Save(Transfer):
     def prepare(self) -> bool:
         keys = [key for offer in self.offers for key in offer.keys]
         depths = [depth for offer in self.offers for depth in offer.depths]
-        slots = np.concatenate([pin.run for pin in self.pins])
+        slots = np.concatenate([offer.pin.run for offer in self.offers])
         if self.lease is None:
             for first in range(0, len(keys), _PART_BLOCKS):
                 part = slice(first, first + _PART_BLOCKS)
@@ -332,7 +332,7 @@ class Saves:
             # forever.
             if save.moves:
                 self._pool.evict_these(pin.run)
-                self._num_moving -= len(pin.run)
+        self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
 
     def _fill_lease(self, save: Save, lease: SavedLease) -> None:
         """The retraction's save is over; its landed blocks belong to the lease."""
