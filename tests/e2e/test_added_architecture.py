@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from penstock.testing.contiguous_kv import ContiguousKv, forward
 
 from penstock.config import ModelSource
 from penstock.models import registry

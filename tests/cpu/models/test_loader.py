@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
@@ -21,7 +20,6 @@ from penstock.testing.tiny_models import (
     TINY_LLAMA,
     TINY_QWEN3,
     config_json,
-    write_tiny_gguf,
     write_tiny_model,
 )
 from tests.support.contiguous_kv import ContiguousKv, forward, generate

@@ -280,7 +280,7 @@ def test_an_order_that_offers_a_protected_block_is_stopped_by_the_transition_tab
         pool.pin(slots, "demote")
     else:
         slots = list(pool.try_reserve(1, "promote").slots)
-    pool._idle.add(slots)
+    pool.idle.add(slots)
     with pytest.raises(IllegalTransition, match="EVICT"):
         pool.evict(2)
 
@@ -478,7 +478,7 @@ def test_an_observer_hears_who_gets_and_gives_back_slots_also_where_their_state_
     pins = [pool.pin([1], owner) for owner in ("b", "c")]
     shared = pool.hold("d", [0])
     fence = lane.record()
-    run = pool.pin_run(hold, 0, 1, "e")
+    run = pool.pin(hold.first(0 + 1)[0:], "e")
     run.end()
     hold.end(fence)
     for handle in (*pins, shared):
@@ -503,12 +503,12 @@ def test_an_observer_hears_of_handles_that_a_close_finds():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda pool: pool._book.holds.at.__setitem__(0, 2),
-        lambda pool: pool._book.pins.at.__setitem__(3, 1),
-        lambda pool: pool._book.num_in.__setitem__(0, 2),
+        lambda pool: pool.book.holds.at.__setitem__(0, 2),
+        lambda pool: pool.book.pins.at.__setitem__(3, 1),
+        lambda pool: pool.book.num_in.__setitem__(0, 2),
         lambda pool: pool._free.append(0),
-        lambda pool: pool._idle.pop(1),
-        lambda pool: pool._index.key_of.__setitem__(0, KEYS[1]),
+        lambda pool: pool.idle.pop(1),
+        lambda pool: pool.index.key_of.__setitem__(0, KEYS[1]),
         lambda pool: pool._out.clear(),
     ],
 )

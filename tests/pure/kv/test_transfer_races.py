@@ -17,9 +17,10 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import BlockLoad, Loads
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Save, Saves
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.testing.sequencer import Failure, Program, SequencedLane, Sequencer, explore, run
 
@@ -61,10 +62,11 @@ class World:
             ("device", "host"), ListCopier(self.device, self.host), lane("save"), launcher("launch-save")
         )
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self.loads = Loads(
-            Saves(pool, tier, (), save, layout, TierLimits(overlap_tokens=0, load_deadline_s=1e9)), load
-        )
-        self.cache = KvCache(pool, SCOPE, loads=self.loads)
+        limits = TierLimits(overlap_tokens=0, load_deadline_s=1e9)
+        tiers = Tiers.of(pool, tier, (), (load, save), layout, limits)
+        self.tiers = tiers
+        self.loads = tiers.loads
+        self.cache = KvCache(pool, SCOPE, tiers=tiers)
 
     def tokens(self, name: str, num_blocks: int) -> list[int]:
         return [ord(name)] * (BLOCK * num_blocks)
@@ -147,7 +149,7 @@ class World:
         self.cache.saves._offers.clear()
 
     def in_host(self, name: str, num_blocks: int) -> list[object]:
-        slots = self.cache.saves.host._pool.find_each(self.prefix(name, num_blocks).keys)
+        slots = self.cache.saves._host.pool.find_each(self.prefix(name, num_blocks).keys)
         return [cell for slot in slots if slot >= 0 for cell in self.host[slot]]
 
     def finish(self, table: BlockTable, fence: Fence) -> None:

@@ -61,12 +61,12 @@ def check_wants(world: World) -> None:
     waiting = [life.waiting for life in world.scheduler.lives.values() if life.waiting is not None]
     kept = world.scheduler.admission.conversations
     answered = {one.want for one in kept._kept if one.until <= kept._num_plans + conversations.KEPT_PLANS}
-    assert set(world.cache.pool._idle.wants) <= {one.want for one in waiting} | answered, (
+    assert set(world.cache.pool.idle.wants) <= {one.want for one in waiting} | answered, (
         "blocks are wanted by nobody in line"
     )
     if world.tiers is not None:
         host = world.tiers.host
-        assert set(host._pool._idle.wants) <= {lease.want for lease in host._leases}, (
+        assert set(host.pool.idle.wants) <= {lease.want for lease in host._leases}, (
             "host blocks are wanted without a lease"
         )
         leases = {one.lease for one in waiting}

@@ -32,7 +32,7 @@ def full(num_host: int, **world: Any) -> World:
     made = World(
         num_slots=8, prefill_chunk=64, cold=Cold(num_host, postpones=True), max_overtaken_s=20.0, **world
     )
-    tiers_of(made).loads.prefill.add(100, 0.0, 1.0)
+    tiers_of(made).loads.costs.prefill.add(100, 0.0, 1.0)
     made.submit(C, 1, ignore_eos=True)
     made.finish()
     made.cache.reset(["device"])
@@ -145,7 +145,7 @@ def lost_copies(world: World) -> list[bytes]:
     evict = pool.evict
 
     def watched(num_slots: int) -> int:
-        keys = pool.keys_of(pool.coldest_slots(num_slots))
+        keys = pool.keys(pool.coldest(num_slots, drops_wants=True))
         lost.extend(key for key, absent in zip(keys, host.absent(keys), strict=True) if absent)
         return evict(num_slots)
 
@@ -198,7 +198,7 @@ def test_answers_wait_for_nothing_and_take_nobodys_only_copy(monkeypatch: pytest
         world.device.lanes.run_all()
         world.settle()
         world.plan()
-    assert not lost and tiers_of(world).host.num_keys >= 2, "what had to go was saved in time"
+    assert not lost and tiers_of(world).host.pool.num_keys >= 2, "what had to go was saved in time"
     world.close()
 
 
@@ -310,7 +310,7 @@ def test_slots_are_not_made_free_out_of_what_the_next_one_has_itself(monkeypatch
     world = World(
         num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0
     )
-    tiers_of(world).loads.prefill.add(100, 0.0, 1.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 1.0)
     world.submit(B, 1, ignore_eos=True)
     world.finish()
     # four blocks, two at once; two slots are free then, and B has the others
@@ -379,7 +379,7 @@ def crowd(seed: int) -> Counter[str]:
         cold=cold,
         max_overtaken_s=bound_s,
     )
-    tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
     watch_moves(world)
     for _ in range(r.randint(4, 14)):
         stem, max_tokens = r.choice([*STEMS, A, D]), r.randint(1, 9)

@@ -21,7 +21,8 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease, HostTier, Taken
-from penstock.kv.tiers.loads import BlockLoad, Copy, Loads, Reads
+from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
+from penstock.kv.tiers.reads import Reads
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
@@ -350,7 +351,7 @@ def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
 def refuses_to_save_into_a_full_host(patch: Patch) -> None:
     def make(submit_saves: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Saves) -> None:
-            if not self.host.slots.free:
+            if not self.host.pool.counts.free:
                 raise TransferFailed("the host tier is full")
             submit_saves(self)
 

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
@@ -76,7 +75,7 @@ class SlotIndex:
         # during the scan: blocks used since the start, the latest last
         self._used: dict[bytes, None] | None = {}
         # Pinned by a want, like blocks of waiting requests; this index never evicts wanted blocks.
-        self._pinned = PinnedKeys(pool, lambda run: partial(pool.end_want, pool.want(run, 0.0)))
+        self._pinned = PinnedKeys(pool, lambda run: pool.want(run, 0.0).end)
 
     # ---------------------------------------------------------------------------------------------- questions
 
