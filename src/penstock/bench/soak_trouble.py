@@ -360,7 +360,7 @@ def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Count
         mischief = Mischief(counts, random.Random(rng.random()), stall_s)
         store = tier.calls.store
         if isinstance(store, SsdStore):
-            store.files.io = UnreliableDisk(mischief)
+            store.directory.io = UnreliableDisk(mischief)
         else:
             tier.calls.store = UnreliableStore(store, mischief)
     return counts

@@ -90,9 +90,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 def abandon(store: SsdStore) -> None:
     """What a killed process leaves: nothing is synced, the system closes descriptors and unlocks."""
-    store._scan.close()
-    store._segments.close()
-    store._directory.close()
+    store._now.scan.close()
+    store._now.segments.close()
+    store._now.directory.close()
     store._is_open, store._closed = False, True
 
 

@@ -92,7 +92,7 @@ def _crash_again_and_again(path: Path, seed: int, num_crashes: int) -> tuple[int
         outcomes = dict(zip(found, read(store, *found), strict=True))
         num_found += len(found)
         num_lost += sum(outcomes.get(number) is not DONE for number in life.safe)
-        store._index.check()
+        store._now.index.check()
         store.close()
     return num_lost, num_found
 
@@ -128,8 +128,8 @@ def test_a_write_torn_at_every_place_is_a_miss_or_whole(tmp_path: Path) -> None:
         store = open_at(path, num_slots=1, io=QuickDisk())
         num_slots = store.usage().num_slots or 0
         write(store, *range(num_slots))
-        segment, slot = store._segments.locate(store._index._pool.find_each([key_of(num_slots - 1)])[0])
-        file, start = store._segments.files.path(segment.head.number), segment.offset(slot)
+        segment, slot = store._now.segments.locate(store._now.index.find_each([key_of(num_slots - 1)])[0])
+        file, start = store._now.directory.segment_path(segment.head.number), segment.offset(slot)
         old = file.read_bytes()
         write(store, 100)  # over the deepest
         new = file.read_bytes()

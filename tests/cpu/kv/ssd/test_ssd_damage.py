@@ -46,8 +46,8 @@ def _places(store: SsdStore) -> dict[int, tuple[Path, int]]:
     """By block: its file and where its slot begins."""
     found = {}
     for number in range(NUM_BLOCKS):
-        segment, slot = store._segments.locate(store._index._pool.find_each([key_of(number)])[0])
-        found[number] = (store._segments.files.path(segment.head.number), segment.offset(slot))
+        segment, slot = store._now.segments.locate(store._now.index.find_each([key_of(number)])[0])
+        found[number] = (store._now.directory.segment_path(segment.head.number), segment.offset(slot))
     return found
 
 
@@ -85,7 +85,7 @@ def test_flipped_bits_are_noticed_while_running_and_the_slot_is_used_again(tmp_p
         assert write(store, number) == [DONE] and read(store, number) == [DONE]
         places = _places(store)
     assert store.usage().num_used == NUM_BLOCKS
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -104,7 +104,7 @@ def _damage_and_count(path: Path, seed: int) -> tuple[int, int]:
         (outcome,) = store.read([key_of(number)], [into])
         num_wrong += outcome is DONE and into != bytes_of(number)
         num_lost += outcome is not DONE
-    store._index.check()
+    store._now.index.check()
     if not num_wrong:
         assert write(store, *range(NUM_BLOCKS)) == [DONE] * NUM_BLOCKS, "what was lost makes room"
         assert read(store, *range(NUM_BLOCKS)) == [DONE] * NUM_BLOCKS

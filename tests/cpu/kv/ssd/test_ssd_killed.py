@@ -141,7 +141,7 @@ def _crash_again_and_again(path: Path, seed: int, num_crashes: int) -> dict[str,
         heard = _crash(path, rng)
         store = _open(path, QuickDisk())
         found = Found(store, BLOCK_BYTES)
-        store._index.check()
+        store._now.index.check()
         store.close()
         counts["good"] += found.num_good
         counts["torn"] += found.num_torn
@@ -229,8 +229,8 @@ def test_writes_that_were_lost_or_landed_elsewhere_are_misses(tmp_path: Path, se
 def test_a_store_that_does_not_look_at_the_key_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def judge(self: SlotIo, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
-        head = unpack_slot(sector[0]) if sector else None
+    def judge(self: SlotIo, sector: memoryview, key: bytes, payload: memoryview) -> Outcome:
+        head = unpack_slot(sector)
         return Outcome.DONE if head is not None and head.envelope.fits(payload) else Outcome.CORRUPT
 
     monkeypatch.setattr(SlotIo, "_judge", judge)

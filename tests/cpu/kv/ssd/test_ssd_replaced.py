@@ -200,7 +200,7 @@ def test_a_removed_file_is_noticed_by_persist_and_costs_its_own_blocks(path: Pat
 
 
 def _persist_all(store: SsdStore) -> None:
-    store._segments.note_unsynced(*(segment for segment in store._segments if segment.fd >= 0))
+    store._now.segments.note_unsynced(*(segment for segment in store._now.segments if segment.fd >= 0))
     store.persist()
 
 
@@ -220,15 +220,15 @@ def test_files_that_a_call_still_uses_are_not_closed_under_it(path: Path) -> Non
     assert outcomes == [DONE] * 10
     store.probe()
     assert read(store, 0) == [Outcome.MISSING] and write(store, 0) == [DONE]
-    assert store.files.io is io, "the same calls of the system, or what a test has put in their place"
+    assert store.directory.io is io, "the same calls of the system, or what a test has put in their place"
     store.close()
 
 
 def test_a_probe_of_a_directory_that_is_in_place_opens_nothing(path: Path) -> None:
     store = filled(path)
-    files = store.files
+    directory = store.directory
     store.probe()
-    assert store.files is files and read(store, *range(10)) == [DONE] * 10
+    assert store.directory is directory and read(store, *range(10)) == [DONE] * 10
     store.close()
 
 

@@ -138,7 +138,7 @@ def test_a_block_being_read_during_a_reset_arrives_and_is_gone_then(tmp_path: Pa
     io.gates["preadv"].set()
     thread.join()
     assert outcomes == [DONE] and those_in(store, [0, 1]) == set()
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 

@@ -15,7 +15,7 @@ from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd import segments as format_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
 from penstock.kv.tiers.ssd.segments import pack_slot, segment_bytes, slot_bytes, unpack_segment
-from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import Outcome, Space, pack
 from tests.cpu.kv.ssd.ssd_rig import (
     SPACE,
@@ -45,7 +45,7 @@ def test_blocks_survive_a_restart(tmp_path: Path, end: str, eviction) -> None:  
     store = open_at(tmp_path, num_slots=80, eviction=eviction)
     assert read(store, *range(60)) == [DONE] * 60
     assert write(store, *range(100, 150)) + write(store, *range(150, 200)) == [DONE] * 100
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -139,7 +139,7 @@ def test_the_store_serves_while_it_scans_and_what_is_not_scanned_is_neither_foun
     io.let_all_through()
     assert store.wait_scanned(WAIT_S)
     assert read(store, *range(num_slots // 2)) == [DONE] * (num_slots // 2)
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -153,7 +153,7 @@ def test_a_block_written_during_the_scan_stays_and_its_old_copy_makes_room(tmp_p
     io.let_all_through()
     assert store.wait_scanned(WAIT_S)
     assert store.usage().num_used == 4 and read(store, *range(4)) == [DONE] * 4
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -187,7 +187,7 @@ def test_of_two_copies_the_newer_counts(tmp_path: Path) -> None:
     image[new : new + width] = pack_slot(envelope, head, 7, 0) + payload.ljust(width - SECTOR_BYTES, b"\0")
     path.write_bytes(image)
     store = open_at(tmp_path, num_slots=80)
-    assert store._index._pool.find_each([key_of(0)]) == [7]
+    assert store._now.index.find_each([key_of(0)]) == [7]
     assert store.usage().num_used == 7 and read(store, 0) == [DONE]
     store.close()
 
@@ -221,13 +221,6 @@ def test_a_block_that_an_earlier_life_has_torn_is_written_again_before_its_write
     tmp_path: Path,
 ) -> None:
     assert _write_over_a_torn_block(tmp_path) == [DONE] * 4
-
-
-def test_trusting_the_heads_of_an_earlier_life_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SsdStore, "_write_if_torn", lambda self, key, depth, block: DONE)
-    assert _write_over_a_torn_block(tmp_path) == [DONE, DONE, Outcome.CORRUPT, DONE]
 
 
 def test_a_whole_block_of_an_earlier_life_is_not_written_again(tmp_path: Path) -> None:
@@ -362,7 +355,7 @@ def test_a_file_cut_short_on_a_full_disk_is_used_as_it_is(tmp_path: Path) -> Non
     left = those_in(store, range(20))
     assert left and read(store, *left) == [DONE] * len(left)
     assert DONE in write(store, *range(100, 110))
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 

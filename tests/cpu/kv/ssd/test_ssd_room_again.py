@@ -27,7 +27,7 @@ def test_a_disk_that_has_room_again_is_counted_on_as_before(
     with caplog.at_level(logging.WARNING):
         for number in range(2):
             disk.errors = {"fallocate": errno.ENOSPC}
-            room = 0 if number == 0 else store._segments.num_slots // 8  # of the file that was made
+            room = 0 if number == 0 else store._now.segments.num_slots // 8  # of the file that was made
             assert Outcome.FULL in write(store, *range(100 * number, 100 * number + planned))
             assert store.usage().num_slots in (room, store.usage().num_used)
             clock.advance(segments._GROW_AGAIN_S + 1)

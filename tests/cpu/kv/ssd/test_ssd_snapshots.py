@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
-from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
+from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
 from tests.cpu.kv.ssd.ssd_rig import (
@@ -77,7 +77,7 @@ def test_pinned_blocks_outlive_a_stream_of_others_and_the_others_find_room(store
     store.pin_keys("a", keys)
     assert set(churn(store)) == {Outcome.DONE}
     assert store.num_leading(keys) == len(keys)
-    store._index.check()
+    store._now.index.check()
     store.unpin_keys("a")
     churn(store, 5000)
     assert store.num_leading(keys) == 0
@@ -170,7 +170,7 @@ def test_a_smaller_tier_keeps_what_it_can(tmp_path: Path) -> None:
     again = open_at(tmp_path, 12)
     assert again.manifests() == [taken.id]
     churn(again)
-    again._index.check()
+    again._now.index.check()
     again.close()
 
 
@@ -340,7 +340,7 @@ class Pinned:
         pinned = {number for numbers in self.pins.values() for number in numbers}
         self.there &= pinned
         assert self.there <= those_in(self.store, range(40)), (op, self.there)
-        self.store._index.check()
+        self.store._now.index.check()
 
     def write(self, first: int, num: int) -> None:
         numbers = [number % 40 for number in range(first, first + num)]
@@ -373,9 +373,7 @@ class Pinned:
 
     def reopen(self) -> None:
         """As after its directory was gone for a moment: who pins has not been asked."""
-        self.store._is_open = False
-        self.store._close_files()
-        self.store._open(lambda: make_directory(self.path), QuickDisk())
+        self.store._open_anew()
         assert self.store.wait_scanned(60.0)
 
 

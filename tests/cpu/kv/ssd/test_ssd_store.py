@@ -188,7 +188,7 @@ def test_the_files_never_grow_beyond_the_bound(tmp_path: Path, eviction, num_slo
         assert num_bytes_in(tmp_path) <= max_bytes_for(num_slots)
         assert store.usage().num_used <= num_slots_got
     assert len(those_in(store, range(4 * num_slots_got))) == num_slots_got, "every slot is used"
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -208,9 +208,9 @@ def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_
     """Each of them alone would have had room in the files that are there."""
     store = open_at(tmp_path, num_slots=80)
     write(store, 0)
-    num_free = store._index._pool.num_free
+    num_free = store._now.index._pool.num_free
     assert num_free > 2 and len(segment_paths(tmp_path)) == 1
-    claim, others = store._index.claim, list(range(100, 99 + num_free))
+    claim, others = store._now.index.claim, list(range(100, 99 + num_free))
 
     def late(*args: object, **kwargs: object) -> object:
         """Another writer comes between what this one has looked at and its claim."""
@@ -220,7 +220,7 @@ def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_
             write(store, *numbers)
         return claim(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store._index, "claim", late)
+    monkeypatch.setattr(store._now.index, "claim", late)
     assert write(store, 1, 2) == [DONE, DONE]
     assert those_in(store, range(200)) == {0, 1, 2, *range(100, 99 + num_free)}
     assert len(segment_paths(tmp_path)) == 2

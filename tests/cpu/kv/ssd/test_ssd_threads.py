@@ -73,8 +73,8 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
     ]  # type: ignore[misc]
     _together(*works, other)
     assert sum(num_done[:3]) > 0 and sum(num_done[3:]) > 0
-    assert not store._index._writing
-    store._index.check()
+    assert not store._now.index._writing
+    store._now.index.check()
     store.close()
 
 
@@ -107,5 +107,5 @@ def test_reads_and_writes_go_on_during_a_scan(tmp_path: Path) -> None:
     )
     assert store.wait_scanned(60.0)
     assert read(store, *range(120)) == [Outcome.DONE] * 120
-    store._index.check()
+    store._now.index.check()
     store.close()

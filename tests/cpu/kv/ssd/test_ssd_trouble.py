@@ -91,7 +91,7 @@ def test_a_block_that_cannot_be_written_fails_alone(tmp_path: Path) -> None:
     store = open_at(tmp_path, io=(io := BadSpot()))
     io.spot = -1
     write(store, 99)
-    segment = next(iter(store._segments))
+    segment = next(iter(store._now.segments))
     io.spot = segment.offset(3) + 10
     outcomes = write(store, *range(6))
     assert outcomes.count(Outcome.FAILED) == 1 and outcomes.count(DONE) == 5
@@ -107,7 +107,7 @@ def test_a_block_that_cannot_be_read_fails_alone_and_is_not_tried_again(tmp_path
     assert read(store, 1, 2) == [Outcome.FAILED, DONE]
     assert those_in(store, [1, 2]) == {2}
     assert write(store, 1) == [DONE]
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -125,7 +125,7 @@ def test_a_place_that_fails_again_and_again_is_a_broken_store(tmp_path: Path, na
     io.errors = {}
     store.probe()
     assert DONE in read(store, *range(30)) and write(store, 50) == [DONE]
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 

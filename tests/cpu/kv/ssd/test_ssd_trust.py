@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.ssd.directory import make_directory
+from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.survey import clear, inspect, verify
 from penstock.kv.tiers.store import Outcome
 from tests.cpu.kv.ssd.ssd_rig import open_at, read, segment_paths, write
@@ -329,7 +329,7 @@ def _said_to(user: int, path: Path) -> str:
             os.setgroups([])
             os.setgid(user)
             os.setuid(user)
-            make_directory(path)
+            make_directory(path, DiskIo())
         except ConfigError as error:
             os.write(telling, str(error).encode())
         finally:
