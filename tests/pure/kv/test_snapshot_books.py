@@ -25,6 +25,7 @@ from penstock.errors import (
 )
 from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
+from penstock.kv.questions import run_steps
 from penstock.kv.snapshots import Snapshots
 from penstock.kv.tiers.manifest import snapshot_id, unpack
 from penstock.kv.tiers.store import Written
@@ -46,7 +47,7 @@ def take_of(
         reached.set_result(None)
         return saved
 
-    taking = registry.begin_take_of(asked, tokens, save)
+    taking = run_steps(registry.taking(asked, tokens, save))
     wait([reached, taking], 60.0, FIRST_COMPLETED)
     if reached.done():
         try:
@@ -101,6 +102,9 @@ class Machine:
         return take_of(
             self.registry, SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None
         )
+
+    def find(self, name: str) -> Snapshot:
+        return self.registry.begin_find(name).result(60.0)
 
     def heal(self) -> None:
         """Its stores answer, and it looks."""
@@ -205,12 +209,10 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
             here.take("talk", TALK[: 2 * BLOCK])
         seen.append(found.type)
         with pytest.raises(SnapshotMissing):
-            here.registry.find("talk", "")
+            here.find("talk")
 
     take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, again)
-    assert (
-        seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
-    )
+    assert seen == [SnapshotTaken] and here.find("talk").num_blocks == 10 and here.num_pinned == 10
 
 
 class Stop(BaseException):
@@ -260,7 +262,7 @@ def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(
     here.rig.stores["remote"].on_call = look
     if state == "waiting":
         before = here.registry._begin(lambda: (reached.set(), go_on.wait(60.0)))
-    taking = here.registry.begin_take_of(SnapshotRequest("talk", prompt=b"-"), TALK, save)
+    taking = run_steps(here.registry.taking(SnapshotRequest("talk", prompt=b"-"), TALK, save))
     assert reached.wait(60.0) and taking.cancel()
     if state == "waiting":
         assert here.registry.figures().waiting == 0 and not before.done(), (
@@ -360,7 +362,10 @@ def test_a_damaged_one_keeps_its_name_until_it_is_deleted(machines: tuple[Machin
     del here.shared[id]
     here.restart()
     assert here.registry.figures().damaged == 1 and here.num_pinned == 0
-    for refused in (lambda: here.registry.find("talk", ""), lambda: here.registry.open("talk", "", None)):
+    for refused in (
+        lambda: here.find("talk"),
+        lambda: here.registry.open("talk", "", None),
+    ):
         with pytest.raises(SnapshotRefused, match="truncated"):
             refused()
     with pytest.raises(SnapshotTaken):
@@ -382,7 +387,7 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
     here.shared[id] = here.shared[id][:-1]
     assert names(here) == ["whole"]
     with pytest.raises(SnapshotRefused, match="truncated"):
-        here.registry.find("broken", "")
+        here.find("broken")
     with pytest.raises(SnapshotTaken):
         here.take("broken")
     with pytest.raises(SnapshotMissing):
@@ -431,7 +436,7 @@ def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewher
         here.restart()
     figures = here.registry.figures()
     assert (figures.known, figures.damaged, figures.pinned_blocks) == (0, int(call == "read_manifest"), 0)
-    assert here.registry.find("shared", "").tiers == ("remote",)
+    assert here.find("shared").tiers == ("remote",)
     here.take("new")
     assert here.num_pinned == 10 and "new" in names(here)
     here.heal()
@@ -461,14 +466,14 @@ def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     here.restart()
     for name in ("one", "two"):
         with pytest.raises(StoreFailed, match=f"snapshot '{name}' cannot be read"):
-            here.registry.find(name, "")
+            here.registry.begin_find(name, "").result(60.0)
     assert here.registry.all("").is_complete == (call == "read_manifest")
     here.clock.advance(1.0)
     with pytest.raises(StoreFailed if call == "manifests" else SnapshotTaken):
         here.take("one")  # which leaves what the disk has under that name
     here.heal()
     for name in ("one", "two"):
-        found = here.registry.find(name, "")
+        found = here.registry.begin_find(name, "").result(60.0)
         assert found.tiers == ("ssd",) and found.pinned and found.kept_tokens == 10 * BLOCK
     assert sorted(names(here)) == ["one", "two"] and here.num_pinned == 10
     figures = here.registry.figures()
@@ -493,7 +498,7 @@ def test_one_that_the_disk_gave_out_late_is_let_go_when_its_time_is_over(
     monkeypatch.setattr(MemoryStore, "read_manifest", failing)
     here.restart()
     here.heal()
-    assert here.registry.find("talk").pinned and here.num_pinned == 10
+    assert here.registry.begin_find("talk").result(60.0).pinned and here.num_pinned == 10
     clock.advance(100.0)
     here.step()
     assert here.num_pinned == 0 and not here.on_disk and here.registry.figures().expired == 1
@@ -515,7 +520,7 @@ def test_one_that_the_disk_never_gives_out_can_be_deleted(
     monkeypatch.setattr(MemoryStore, "read_manifest", failing)
     here.restart()
     with pytest.raises(StoreFailed, match="it cannot be read"):
-        here.registry.find("one", "")
+        here.find("one")
     here.heal()
     with pytest.raises(SnapshotMissing):
         here.registry.delete("two", "")
@@ -554,7 +559,7 @@ def test_time_that_passed_between_two_lives_counts(
     clock.advance(20.0)
     monkeypatch.setattr(module, "PINNED_SHARE", 10 / NUM_HOST)
     here.restart()
-    assert names(here) == ["long"] and here.registry.find("long", "").pinned and here.num_pinned == 2
+    assert names(here) == ["long"] and here.find("long").pinned and here.num_pinned == 2
     clock.advance(80.0)
     here.step()
     assert names(here) == [] and not here.on_disk
@@ -599,13 +604,13 @@ def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
     here.take("talk", ttl_s=5.0)
     asked: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(here.registry._lane, "submit", lambda work, label: asked.append(label))
+        patch.setattr(here.registry._questions, "run", lambda work: asked.append(work.__name__))
         here.registry.step()
         assert not asked
         clock.advance(5.0)
         for _ in range(3):
             here.registry.step()
-    assert asked == ["expire snapshots"]
+    assert asked == ["expire"]
 
 
 def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(
@@ -646,7 +651,7 @@ def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) 
     assert prefix is not None
     for store in here.rig.stores.values():
         store.lose(*prefix.keys[6:])
-    assert here.registry.find("talk", "").kept_tokens == 6 * BLOCK
+    assert here.find("talk").kept_tokens == 6 * BLOCK
 
 
 def test_one_whose_time_is_over_hides_none_of_the_same_name_that_another_engine_has_taken(
@@ -715,7 +720,7 @@ def test_a_name_that_another_engine_takes_meanwhile_is_its_own(
 
     with pytest.raises(SnapshotTaken):
         take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, meanwhile)
-    assert here.registry.find("talk", "").num_blocks == 2 and names(here) == names(there) == ["talk"]
+    assert here.find("talk").num_blocks == 2 and names(here) == names(there) == ["talk"]
     assert here.num_pinned == 0 and not here.on_disk
 
 
@@ -738,7 +743,7 @@ def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
     store.on_call = look
     with pytest.raises(SnapshotTaken):
         here.take("talk")
-    assert here.registry.find("talk", "").num_blocks == there.registry.find("talk", "").num_blocks == 2
+    assert here.find("talk").num_blocks == there.find("talk").num_blocks == 2
     assert here.num_pinned == 0 and not here.on_disk and there.num_pinned == 2
 
 
@@ -759,7 +764,7 @@ def test_one_whose_time_is_over_is_removed_only_while_it_is_there(
 
     store.on_call = look
     here.step()
-    assert names(here) == names(there) == ["talk"] and here.registry.find("talk", "").num_blocks == 2
+    assert names(here) == names(there) == ["talk"] and here.find("talk").num_blocks == 2
 
 
 def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
@@ -786,7 +791,7 @@ def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(
     there.take("talk", ttl_s=5.0)
     clock.advance(5.0)
     here.take("talk", TALK[: 2 * BLOCK])
-    assert there.registry.find("talk", "").num_blocks == 2, "before its engine has come round"
+    assert there.find("talk").num_blocks == 2, "before its engine has come round"
 
 
 def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:
@@ -819,7 +824,7 @@ class OfOneThread(Counter[str]):
 def test_the_books_are_kept_by_the_lane_alone(machines: tuple[Machine, Machine], clock: HandClock) -> None:
     """They have no lock: two threads that count at once would lose one."""
     here, _ = machines
-    books = here.registry._counts = OfOneThread()
+    books = here.registry._books.counts = OfOneThread()
     here.take("talk", ttl_s=5.0)
     here.registry.open("talk", "", None)
     with pytest.raises(SnapshotSpace):
