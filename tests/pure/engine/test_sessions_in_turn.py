@@ -54,7 +54,7 @@ def test_one_that_goes_on_is_looked_at_no_more_often_than_others() -> None:
         world.ends("busy", talk(0, 2), retain_s=60)
     world.ends("quiet", talk(100, 2), retain_s=60)
     assert looks(world, 6) == {keys_of(talk(0, 2)): 3, keys_of(talk(100, 2)): 3}
-    assert len(world.sessions._moving) == 2
+    assert len(world.sessions._retentions._moving) == 2
 
 
 @pytest.mark.parametrize("num_rounds", [0, 2], ids=["before its turn", "after its turn"])
@@ -67,7 +67,7 @@ def test_one_whose_time_was_over_and_that_came_back_is_looked_at_again(num_round
     looks(world, num_rounds)
     world.ends("chat", talk(0, 2), retain_s=60)
     assert looks(world, 4)[keys_of(talk(0, 2))] >= 3, "its first look may have gone to what it was"
-    assert len(world.sessions._moving) == 1
+    assert len(world.sessions._retentions._moving) == 1
 
 
 def test_one_that_is_retained_no_more_leaves_the_round() -> None:
@@ -76,7 +76,7 @@ def test_one_that_is_retained_no_more_leaves_the_round() -> None:
         world.ends(str(number), talk(100 * number, 2), retain_s=60)
     world.ends("1", talk(100, 2), retain_s=0)
     looks(world, 3)
-    assert len(world.sessions._moving) == 2
+    assert len(world.sessions._retentions._moving) == 2
 
 
 # -------------------------------------------------------------------------------------- what was there before
