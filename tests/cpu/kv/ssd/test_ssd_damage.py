@@ -125,16 +125,6 @@ def test_without_the_checksum_wrong_bytes_would_be_served(
     assert _damage_and_count(tmp_path, 0)[0] > 0
 
 
-def test_what_nobody_reads_may_change(tmp_path: Path) -> None:
-    store = _filled(tmp_path)
-    path, start = _places(store)[3]
-    assert not _counts(2000) and not _counts(WIDTH - 1)
-    for offset in (2000, WIDTH - 1):
-        _patch(path, start + offset, _flip)
-    assert read(store, 3) == [DONE]
-    store.close()
-
-
 @pytest.mark.parametrize("restart", [False, True])
 def test_slots_that_changed_places_are_noticed(tmp_path: Path, restart: bool) -> None:
     rng = random.Random(0)
@@ -160,16 +150,6 @@ def test_slots_that_changed_places_are_noticed(tmp_path: Path, restart: bool) ->
     rest = [number for number in range(NUM_BLOCKS) if number not in moved]
     assert read(store, *rest) == [DONE] * len(rest)
     assert write(store, *moved) == [DONE] * len(moved) and read(store, *moved) == [DONE] * len(moved)
-    store.close()
-
-
-def test_payloads_that_changed_places_are_noticed(tmp_path: Path) -> None:
-    store = _filled(tmp_path)
-    places = _places(store)
-    (file, start), (other, other_start) = places[1], places[2]
-    payload = other.read_bytes()[other_start + SECTOR_BYTES : other_start + WIDTH]
-    _patch(file, start + SECTOR_BYTES, lambda data: data.__setitem__(slice(None), payload), len(payload))
-    assert read(store, 0, 1, 2) == [DONE, Outcome.CORRUPT, DONE]
     store.close()
 
 

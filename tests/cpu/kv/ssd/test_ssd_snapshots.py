@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
-from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
 from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
-    FailingDisk,
     GatedDisk,
+    HookedDisk,
     QuickDisk,
     abandon,
+    fails,
     key_of,
     open_at,
     read,
@@ -198,59 +198,26 @@ def test_manifests_are_read_as_they_were_written(store: SsdStore, tmp_path: Path
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("*.snapshot"))
 
 
-class Noting(DiskIo):
-    """Remembers what is done to files, in order."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, str]] = []
-        self._names: dict[int, str] = {}
-
-    def open(self, path: Path, flags: int, dir_fd: int) -> int:
-        fd = super().open(path, flags, dir_fd)
-        self._names[fd] = path.suffix
-        return fd
-
-    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
-        self.done.append(("write", self._names.get(fd, "directory")))
-        return super().pwritev(fd, buffers, offset)
-
-    def rename(self, path: Path, to: Path, dir_fd: int) -> None:
-        self.done.append(("rename", f"{path.suffix} {to.suffix}"))
-        super().rename(path, to, dir_fd)
-
-    def close(self, fd: int) -> None:
-        self._names.pop(fd, None)
-        super().close(fd)
-
-    def fsync(self, fd: int) -> None:
-        self.done.append(("fsync", self._names.get(fd, "directory")))
-        super().fsync(fd)
-
-
 def test_a_manifest_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path) -> None:
-    disk = Noting()
-    store = open_at(tmp_path, NUM_SLOTS, disk)
-    disk.done.clear()
+    store = open_at(tmp_path, NUM_SLOTS, disk := HookedDisk())
+    disk.calls.clear()
     store.write_manifest(manifest().id, pack(manifest()), None)
-    assert disk.done == [
-        ("write", ".new"),
-        ("fsync", ".new"),
-        ("rename", ".new .snapshot"),
-        ("fsync", "directory"),
-    ]
+    done = [(name, args) for name, args in disk.calls if name in ("pwritev", "fsync", "rename")]
+    assert [name for name, _ in done] == ["pwritev", "fsync", "rename", "fsync"]
+    assert [args[0] for name, args in done if name == "fsync"] == [done[0][1][0], store.directory.fd]
+    assert [path.suffix for path in done[2][1][:2]] == [".new", ".snapshot"]
     store.close()
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_a_disk_that_fails_leaves_no_part_of_a_manifest(tmp_path: Path, call: str) -> None:
-    disk = FailingDisk()
-    store = open_at(tmp_path, NUM_SLOTS, disk)
-    disk.errors = {call: errno.EIO}
+    store = open_at(tmp_path, NUM_SLOTS, disk := HookedDisk())
+    disk.hooks[call] = fails(errno.EIO)
     with pytest.raises(StoreFailed, match="cannot be written"):
         store.write_manifest(manifest().id, pack(manifest()), None)
-    disk.errors = {call: errno.ENOSPC}
+    disk.hooks[call] = fails(errno.ENOSPC)
     assert store.write_manifest(manifest().id, pack(manifest()), None) is Written.FULL
-    disk.errors = {}
+    disk.hooks.clear()
     assert not list(tmp_path.glob("*.new"))
     store.close()
 
