@@ -439,7 +439,7 @@ class _Retentions:
             self._due[second] = {}
             heapq.heappush(self._seconds, second)
         self._due[second][session] = None
-        self._count(session, 1)
+        self._book(session, 1)
         while self._counts["retained_blocks"] > self._most:
             self.end(next(one for kept in self._by_blocks.first().retained for one in kept.values()))
             self._counts["retentions_cut"] += 1
@@ -457,12 +457,12 @@ class _Retentions:
         session.due = None
         for kept in session.tenant.retained:
             kept.pop(session.id, None)
-        self._count(session, -1)
+        self._book(session, -1)
         if session.want is not None:
             session.want.end()
             session.want = None
 
-    def _count(self, session: _Session, sign: int) -> None:
+    def _book(self, session: _Session, sign: int) -> None:
         tenant, num_blocks = session.tenant, sign * session.num_blocks
         tenant.num_retained += num_blocks
         self._counts["retained_blocks"] += num_blocks

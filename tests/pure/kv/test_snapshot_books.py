@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -327,18 +326,6 @@ def test_what_is_pinned_is_counted_once_and_up_to_the_very_bound(machines: tuple
     assert here.num_pinned == 0
 
 
-def test_their_number_is_bounded(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
-    here, _ = machines
-    monkeypatch.setattr(module, "MAX_SNAPSHOTS", 2)
-    here.take("a")
-    here.take("b")
-    with pytest.raises(SnapshotSpace, match="2 snapshots already"):
-        here.take("c")
-    here.registry.delete("a", "")
-    here.take("c")
-    assert here.registry.figures().refused == 1
-
-
 def test_those_that_are_being_taken_count(
     machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -586,16 +573,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_pinned(
     assert names(here) == [] and here.num_pinned == 0 and not here.told
 
 
-def test_one_may_be_of_use_for_less_than_a_second(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, _ = machines
-    here.take("talk", ttl_s=0.5)
-    assert names(here) == ["talk"]
-    clock.advance(0.5)
-    assert names(here) == []
-
-
 def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,20 +607,6 @@ def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(
     assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
 
 
-def test_one_that_has_expired_here_keeps_its_name_from_nobody(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    here.take("talk", ttl_s=5.0)
-    here.take("other", ttl_s=5.0)
-    clock.advance(5.0)
-    here.take("talk")  # its engine has not come round
-    assert names(here) == ["talk"]
-    clock.advance(1.0)
-    there.take("other")
-    assert names(here) == names(there) == ["talk", "other"]
-
-
 def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
     here, _ = machines
     assert here.take("talk").kept_tokens == 10 * BLOCK
@@ -652,16 +615,6 @@ def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) 
     for store in here.rig.stores.values():
         store.lose(*prefix.keys[6:])
     assert here.find("talk").kept_tokens == 6 * BLOCK
-
-
-def test_one_whose_time_is_over_hides_none_of_the_same_name_that_another_engine_has_taken(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    here.take("talk", ttl_s=5.0)
-    clock.advance(5.0)
-    there.take("talk")
-    assert names(here) == ["talk"]
 
 
 def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_keep_their_names(
@@ -784,16 +737,6 @@ def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
     here.on_disk.clear()
 
 
-def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    there.take("talk", ttl_s=5.0)
-    clock.advance(5.0)
-    here.take("talk", TALK[: 2 * BLOCK])
-    assert there.find("talk").num_blocks == 2, "before its engine has come round"
-
-
 def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:
     here, _ = machines
     here.take("talk", TALK[: 3 * BLOCK + 1], num_tokens=2 * BLOCK + 1, messages="[]")
@@ -807,34 +750,6 @@ def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, M
     with pytest.raises(SnapshotMissing):
         here.registry.open("talk", "b", None)
     assert here.registry.figures().continued == 1 and here.num_pinned == 2
-
-
-class OfOneThread(Counter[str]):
-    """Notes who changes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: set[str] = set()
-
-    def __setitem__(self, key: str, value: int) -> None:
-        self.threads.add(threading.current_thread().name)
-        super().__setitem__(key, value)
-
-
-def test_the_books_are_kept_by_the_lane_alone(machines: tuple[Machine, Machine], clock: HandClock) -> None:
-    """They have no lock: two threads that count at once would lose one."""
-    here, _ = machines
-    books = here.registry._books.counts = OfOneThread()
-    here.take("talk", ttl_s=5.0)
-    here.registry.open("talk", "", None)
-    with pytest.raises(SnapshotSpace):
-        here.take("large", TALK + 50)
-    clock.advance(6.0)
-    here.step()
-    here.take("talk")
-    here.registry.delete("talk", "")
-    assert dict(books) == {"taken": 2, "continued": 1, "refused": 1, "expired": 1, "deleted": 1}
-    assert len(books.threads) == 1 and threading.current_thread().name not in books.threads
 
 
 # ----------------------------------------------------------------------------------------------- in any order
