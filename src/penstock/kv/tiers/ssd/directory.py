@@ -80,7 +80,7 @@ class DiskIo:
 Move = Callable[[int, Sequence[memoryview], int], int]  # preadv or pwritev
 
 
-def move_all(move: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def _move(move: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     """Number of bytes moved: fewer than requested if the file ends, or if the system takes no more."""
     done, total = 0, sum(map(len, buffers))
     while done < total:
@@ -102,13 +102,6 @@ def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
             rest.append(buffer[done:])
         done = max(0, done - len(buffer))
     return rest
-
-
-def write_all(io: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Every byte, or OSError."""
-    done, total = move_all(io.pwritev, fd, buffers, offset), sum(map(len, buffers))
-    if done < total:
-        raise OSError(errno.EIO, f"a write ended after {done} of {total} bytes")
 
 
 def is_aligned(view: memoryview) -> bool:
@@ -144,7 +137,9 @@ class Directory:
         self.fd = fd
         self.io = io  # a test may replace it by a disk that fails
         self.device = os.fstat(fd).st_dev
+        self.scratch = Scratch()
         self._lock_fd = lock_fd
+        self._direct = os.O_DIRECT
 
     # -------------------------------------------------------------------------------------------------- files
 
@@ -174,6 +169,30 @@ class Directory:
             self.close_file(fd)
             raise
         return fd
+
+    def open_direct(self, path: Path, flags: int) -> int:
+        """For direct I/O if the file system supports it, so that what is read comes from the disk."""
+        try:
+            return self.open(path, flags | self._direct)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not self._direct:
+                raise
+        log.warning(
+            "the file system of %s has no O_DIRECT: the SSD cache goes through the system's file cache",
+            self.path,
+        )
+        self._direct = 0
+        return self.open(path, flags & ~os.O_EXCL)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Number of bytes read: fewer than requested if the file ends."""
+        return _move(self.io.preadv, fd, buffers, offset)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Every byte, or OSError."""
+        done, total = _move(self.io.pwritev, fd, buffers, offset), sum(map(len, buffers))
+        if done < total:
+            raise OSError(errno.EIO, f"a write ended after {done} of {total} bytes")
 
     def close_file(self, fd: int) -> None:
         with contextlib.suppress(OSError):
@@ -224,7 +243,7 @@ class Directory:
                 return None
             try:
                 data = bytearray(min(self.io.stat(fd).st_size, _MAX_MANIFEST_BYTES))
-                return bytes(data[: move_all(self.io.preadv, fd, [memoryview(data)], 0)])
+                return bytes(data[: self.read(fd, [memoryview(data)], 0)])
             finally:
                 self.io.close(fd)
 
@@ -234,7 +253,14 @@ class Directory:
         aside = path.with_suffix(".new")
         with self._must_be("written"):
             try:
-                self._write_whole(aside, data)
+                with contextlib.suppress(FileNotFoundError):  # left by a process that was killed here
+                    self.unlink(aside)
+                fd = self.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                try:
+                    self.write(fd, [memoryview(data)], 0)
+                    self.io.fsync(fd)
+                finally:
+                    self.io.close(fd)
                 self.io.rename(aside, path, self.fd)
                 self.io.fsync(self.fd)
             except OSError as error:
@@ -244,16 +270,6 @@ class Directory:
                     return False
                 raise
         return True
-
-    def _write_whole(self, path: Path, data: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed here
-            self.unlink(path)
-        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(self.io, fd, [memoryview(data)], 0)
-            self.io.fsync(fd)
-        finally:
-            self.io.close(fd)
 
     def remove_manifest(self, id: str) -> None:
         with self._must_be("removed"), contextlib.suppress(FileNotFoundError):

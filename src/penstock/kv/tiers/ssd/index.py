@@ -21,7 +21,7 @@ from typing import NamedTuple
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
-from penstock.kv.tiers.ssd.segments import Segment, Segments, SlotHead, unpack_slot
+from penstock.kv.tiers.ssd.segments import Segment, Segments, SlotHead, read_slots, unpack_slot
 from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)
@@ -376,7 +376,7 @@ class Scan:
 
     def _read_heads(self, segment: Segment, slots: range) -> dict[int, SlotHead]:
         """Heads of the slots that hold a block, by slot number."""
-        images = self._segments.files.read_slots(segment.fd, segment.head.block_bytes, slots)
+        images = read_slots(self._segments.directory, segment.fd, segment.head.block_bytes, slots)
         return {
             segment.first + slot: head
             for slot, image in zip(slots, images, strict=True)

@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,9 +41,6 @@ from penstock.kv.tiers.ssd.directory import (
     LOCK_BYTES,
     SECTOR_BYTES,
     Directory,
-    Scratch,
-    move_all,
-    write_all,
 )
 from penstock.kv.tiers.store import HEADER_BYTES, Envelope, Space, unpack
 
@@ -171,63 +168,38 @@ class Segment:
             first = end
 
 
-class SegmentFiles:
-    """Opens and reads the files of one directory. All raise OSError; opening a file that other users may
-    write raises ConfigError."""
+def read_head(directory: Directory, fd: int, number: int) -> SegmentHead | None:
+    """None: another format, damaged, or of another file. Raises OSError, like the next two."""
+    sector, _ = directory.scratch.parts(1, SECTOR_BYTES)
+    head = unpack_segment(sector[: directory.read(fd, [sector], 0)])
+    return head if head is not None and head.number == number else None
 
-    def __init__(self, directory: Directory) -> None:
-        self.directory = directory
-        self.scratch = Scratch()
-        self._direct = os.O_DIRECT
 
-    def open(self, number: int, flags: int) -> int:
-        """For direct I/O if the file system supports it, so that what is read comes from the disk."""
-        path = self.directory.segment_path(number)
-        try:
-            return self.directory.open(path, flags | self._direct)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not self._direct:
-                raise
-        log.warning(
-            "the file system of %s has no O_DIRECT: the SSD cache goes through the system's file cache",
-            self.directory.path,
-        )
-        self._direct = 0
-        return self.directory.open(path, flags & ~os.O_EXCL)
+def read_slots(
+    directory: Directory, fd: int, block_bytes: int, slots: range, payloads: bool = False
+) -> list[memoryview]:
+    """The bytes of each slot, at least its head, as far as the file has them. Good until the thread's next
+    call."""
+    width, offset = slot_bytes(block_bytes), segment_bytes(slots.start, block_bytes)
+    if payloads or width <= _READ_THROUGH_BYTES:
+        room, parts = directory.scratch.parts(len(slots), width)
+        num = directory.read(fd, [room], offset)
+        return [part[: max(0, num - place * width)] for place, part in enumerate(parts)]
+    _, parts = directory.scratch.parts(len(slots), SECTOR_BYTES)
+    return [part[: directory.read(fd, [part], offset + place * width)] for place, part in enumerate(parts)]
 
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Number of bytes read: fewer than requested if the file ends."""
-        return move_all(self.directory.io.preadv, fd, buffers, offset)
 
-    def read_head(self, fd: int, number: int) -> SegmentHead | None:
-        """None: another format, damaged, or of another file."""
-        sector, _ = self.scratch.parts(1, SECTOR_BYTES)
-        head = unpack_segment(sector[: self.read(fd, [sector], 0)])
-        return head if head is not None and head.number == number else None
-
-    def read_slots(self, fd: int, block_bytes: int, slots: range, payloads: bool = False) -> list[memoryview]:
-        """The bytes of each slot, at least its head, as far as the file has them. Good until the thread's
-        next call."""
-        width, offset = slot_bytes(block_bytes), segment_bytes(slots.start, block_bytes)
-        if payloads or width <= _READ_THROUGH_BYTES:
-            room, parts = self.scratch.parts(len(slots), width)
-            num = self.read(fd, [room], offset)
-            return [part[: max(0, num - place * width)] for place, part in enumerate(parts)]
-        _, parts = self.scratch.parts(len(slots), SECTOR_BYTES)
-        return [part[: self.read(fd, [part], offset + place * width)] for place, part in enumerate(parts)]
-
-    def write_head(self, head: SegmentHead, fd: int) -> None:
-        sector, _ = self.scratch.parts(1, SECTOR_BYTES)
-        sector[:] = pack_segment(head)
-        write_all(self.directory.io, fd, [sector], 0)
+def write_head(directory: Directory, head: SegmentHead, fd: int) -> None:
+    sector, _ = directory.scratch.parts(1, SECTOR_BYTES)
+    sector[:] = pack_segment(head)
+    directory.write(fd, [sector], 0)
 
 
 class Segments:
-    """All segments of a tier. Several threads use it. `files.directory` is the caller's."""
+    """All segments of a tier. Several threads use it. `directory` is the caller's."""
 
-    def __init__(self, files: SegmentFiles, space: Space, max_bytes: int) -> None:
-        self.files = files
-        self._directory = files.directory
+    def __init__(self, directory: Directory, space: Space, max_bytes: int) -> None:
+        self.directory = directory
         # guards the two below: writes that may not survive a crash yet
         self._lock = threading.Lock()
         self._unsynced: set[Segment] = set()
@@ -278,37 +250,37 @@ class Segments:
     def _adopt(self, budget: int) -> int:
         """Adopt our existing files and remove useless ones; returns the bytes in use."""
         used = num_removed = 0
-        for number, path in self._directory.segment_files().items():
+        for number, path in self.directory.segment_files().items():
             try:
                 segment = self._try_open(number, budget - used)
                 if segment is None:
-                    self._directory.unlink(path)
+                    self.directory.unlink(path)
                     num_removed += 1
                     continue
                 self._all.append(segment)
-                written_ns = self._directory.io.stat(segment.fd).st_mtime_ns + _COARSE_NS
+                written_ns = self.directory.io.stat(segment.fd).st_mtime_ns + _COARSE_NS
                 self.written_ns = max(self.written_ns, written_ns)
                 self.note_unsynced(segment)  # an earlier process may have ended without a sync
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:
                 log.warning("%s cannot be used and is left as it is: %s", path, error)
                 with contextlib.suppress(OSError):
-                    used += os.stat(path.name, dir_fd=self._directory.fd, follow_symlinks=False).st_size
+                    used += path.lstat().st_size
         if num_removed:
             self.note_unsynced(names=True)
             log.info(
                 "%d files in %s make room: they are of another model or format, damaged, or too many",
                 num_removed,
-                self._directory.path,
+                self.directory.path,
             )
         return used
 
     def _try_open(self, number: int, max_bytes: int) -> Segment | None:
         """An existing file, with the size that its head says. None: another space or format, damaged, or too
         large."""
-        fd = self.files.open(number, os.O_RDWR)
+        fd = self.directory.open_direct(self.directory.segment_path(number), os.O_RDWR)
         try:
-            head = self.files.read_head(fd, number)
+            head = read_head(self.directory, fd, number)
             if (
                 head is not None
                 and (head.space, head.block_bytes) == (self._space.digest, self._space.block_bytes)
@@ -318,21 +290,21 @@ class Segments:
                 num_ready = self._fit(fd, number, wanted)
                 return Segment(head, self.num_slots, head.num_slots, fd, min(head.num_slots, num_ready))
         except BaseException:
-            self._directory.close_file(fd)
+            self.directory.close_file(fd)
             raise
-        self._directory.close_file(fd)
+        self.directory.close_file(fd)
         return None
 
     def _fit(self, fd: int, number: int, wanted: int) -> int:
         """Returns the number of slots in the file."""
-        io = self._directory.io
+        io = self.directory.io
         if io.stat(fd).st_size > wanted:
             io.truncate(fd, wanted)
         if io.stat(fd).st_size < wanted:
             try:
                 io.fallocate(fd, wanted)
             except OSError as error:
-                path = self._directory.segment_path(number)
+                path = self.directory.segment_path(number)
                 log.warning("%s has been cut short and cannot be extended: %s", path, error)
         return (io.stat(fd).st_size - SECTOR_BYTES) // slot_bytes(self._space.block_bytes)
 
@@ -341,7 +313,7 @@ class Segments:
         space = self._space
         target = max(min(GIB, max_bytes // _FEWEST_FILES), max_bytes // _MOST_FILES)
         usual = max(1, (target - SECTOR_BYTES) // slot_bytes(space.block_bytes))
-        taken = self._directory.segment_files()
+        taken = self.directory.segment_files()
         free = (number for number in itertools.count() if number not in taken)
         while budget >= segment_bytes(1, space.block_bytes):
             num_slots = min(usual, (budget - SECTOR_BYTES) // slot_bytes(space.block_bytes))
@@ -363,7 +335,7 @@ class Segments:
                 if not self._grow_again_s:
                     log.warning(
                         "the SSD cache in %s stays at %d files: %s",
-                        self._directory.path,
+                        self.directory.path,
                         sum(segment.fd >= 0 for segment in self._all),
                         error,
                     )
@@ -376,34 +348,30 @@ class Segments:
 
     def _make(self, head: SegmentHead) -> tuple[SegmentHead, int]:
         """A file with as many slots as planned, or as many as the disk has room for."""
-        path, flags = self._directory.segment_path(head.number), os.O_RDWR | os.O_CREAT | os.O_EXCL
+        path, flags = self.directory.segment_path(head.number), os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
-            fd = self.files.open(head.number, flags)
+            fd = self.directory.open_direct(path, flags)
         except FileExistsError:
             # nothing had this name at start: a half-made file of ours could not be removed
-            self._directory.unlink(path)
-            fd = self.files.open(head.number, flags)
+            self.directory.unlink(path)
+            fd = self.directory.open_direct(path, flags)
         try:
-            head = head._replace(num_slots=self._preallocate(fd, head))
-            self.files.write_head(head, fd)
+            while True:
+                try:
+                    self.directory.io.fallocate(fd, segment_bytes(head.num_slots, head.block_bytes))
+                    break
+                except OSError as error:
+                    if error.errno not in FULL or head.num_slots == 1:
+                        raise
+                    self.directory.io.truncate(fd, 0)
+                    head = head._replace(num_slots=head.num_slots // 2)
+            write_head(self.directory, head, fd)
         except BaseException:
-            self._directory.close_file(fd)
+            self.directory.close_file(fd)
             with contextlib.suppress(OSError):
-                self._directory.unlink(path)
+                self.directory.unlink(path)
             raise
         return head, fd
-
-    def _preallocate(self, fd: int, head: SegmentHead) -> int:
-        num_slots = head.num_slots
-        while True:
-            try:
-                self._directory.io.fallocate(fd, segment_bytes(num_slots, head.block_bytes))
-                return num_slots
-            except OSError as error:
-                if error.errno not in FULL or num_slots == 1:
-                    raise
-                self._directory.io.truncate(fd, 0)
-                num_slots //= 2
 
     def persist(self) -> None:
         """Make all writes so far durable. Raises StoreFailed; files that failed stay on the list."""
@@ -413,24 +381,21 @@ class Segments:
                 names, self._unsynced_names = self._unsynced_names, False
             try:
                 for segment in sorted(left, key=lambda segment: segment.first):
-                    self._sync(segment)
+                    if not self._is_in_place(segment):
+                        name = self.directory.segment_path(segment.head.number).name
+                        raise OSError(errno.ENOENT, f"{name} has been removed")
+                    if segment.head_is_stale:
+                        write_head(self.directory, segment.head, segment.fd)
+                        segment.head_is_stale = False
+                    self.directory.io.fdatasync(segment.fd)
                     left.discard(segment)
                 if names:
-                    self._directory.io.fsync(self._directory.fd)
+                    self.directory.io.fsync(self.directory.fd)
                     names = False
             except OSError as error:
                 raise StoreFailed(f"the SSD cache could not be synced: {error.strerror}") from error
             finally:
                 self.note_unsynced(*left, names=names)
-
-    def _sync(self, segment: Segment) -> None:
-        if not self._is_in_place(segment):
-            name = self._directory.segment_path(segment.head.number).name
-            raise OSError(errno.ENOENT, f"{name} has been removed")
-        if segment.head_is_stale:
-            self.files.write_head(segment.head, segment.fd)
-            segment.head_is_stale = False
-        self._directory.io.fdatasync(segment.fd)
 
     def note_unsynced(self, *segments: Segment, names: bool = False) -> None:
         """Called when a write is over, before its success is reported."""
@@ -443,21 +408,22 @@ class Segments:
         """Yields a function that gives every file a new generation in memory, to be called while no thread
         compares generations. The generations are on disk when the context ends. Raises StoreFailed; the next
         `persist` continues."""
-        with self._grow_lock, self._sync_lock:
-            yield self._renew_heads
-            self.persist()
 
-    def _renew_heads(self) -> None:
-        for segment in self._made():
-            segment.head = segment.head._replace(generation=new_generation())
-            segment.head_is_stale = True
-        self.note_unsynced(*self._made())
+        def renew() -> None:
+            for segment in self._made():
+                segment.head = segment.head._replace(generation=new_generation())
+                segment.head_is_stale = True
+            self.note_unsynced(*self._made())
+
+        with self._grow_lock, self._sync_lock:
+            yield renew
+            self.persist()
 
     def _made(self) -> list[Segment]:
         return [segment for segment in self._all if segment.fd >= 0]
 
     def _is_in_place(self, segment: Segment) -> bool:
-        return self._directory.has_segment(segment.head.number, segment.fd)
+        return self.directory.has_segment(segment.head.number, segment.fd)
 
     def are_in_place(self) -> bool:
         """Whether every open file is still the one at its name."""
@@ -467,12 +433,12 @@ class Segments:
         """Returns if files can be read, else raises StoreFailed."""
         try:
             for segment in self._all[:1]:
-                sector, _ = self.files.scratch.parts(1, SECTOR_BYTES)
-                if segment.num_ready and self.files.read(segment.fd, [sector], 0) < SECTOR_BYTES:
+                sector, _ = self.directory.scratch.parts(1, SECTOR_BYTES)
+                if segment.num_ready and self.directory.read(segment.fd, [sector], 0) < SECTOR_BYTES:
                     raise OSError(errno.EIO, "a file is empty")
         except OSError as error:
             raise StoreFailed(
-                f"the SSD cache in {self._directory.path} cannot be read: {error.strerror}"
+                f"the SSD cache in {self.directory.path} cannot be read: {error.strerror}"
             ) from error
 
     def close(self) -> None:
@@ -480,7 +446,7 @@ class Segments:
         with self._grow_lock:
             self._grow_again_s = float("inf")
             for segment in self._made():
-                self._directory.close_file(segment.fd)
+                self.directory.close_file(segment.fd)
                 segment.fd = -1
 
 

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,12 +32,10 @@ from penstock.kv.tiers.ssd.directory import (
     is_aligned,
     make_directory,
     remake_directory,
-    write_all,
 )
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
 from penstock.kv.tiers.ssd.segments import (
     Segment,
-    SegmentFiles,
     SegmentHead,
     Segments,
     pack_slot,
@@ -71,7 +69,7 @@ class SlotRun(NamedTuple):
 
 
 def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> list[SlotRun]:
-    """`slots` are pairs of slot and place, in any order, each slot once."""
+    """`slots` are pairs of slot and place, in any order."""
     runs: list[SlotRun] = []
     for slot, place in sorted(slots):
         segment, number = segments.locate(slot)
@@ -92,8 +90,8 @@ class SlotIo:
     """Moves the blocks of runs, checks what was read, and tells a bad block from a bad disk. For several
     threads."""
 
-    def __init__(self, files: SegmentFiles, space: bytes) -> None:
-        self._files = files
+    def __init__(self, directory: Directory, space: bytes) -> None:
+        self._directory = directory
         self._space = space
         self._strikes = 0
 
@@ -102,15 +100,15 @@ class SlotIo:
 
         def move(run: SlotRun) -> list[Outcome]:
             blocks = [into[place] for place in run.places]
-            buffers, heads, copies = self._buffers(run, blocks)  # good until the thread's next call
-            num_bytes = self._files.read(run.segment.fd, buffers, run.segment.offset(run.first))
+            heads, payloads, buffers = self._buffers(run, blocks)
+            num_bytes = self._directory.read(run.segment.fd, buffers, run.segment.offset(run.first))
             num = num_bytes // slot_bytes(run.head.block_bytes)  # blocks that were read in full
-            for block, copy in zip(blocks, copies[:num], strict=False):
-                block[:] = copy[: len(block)]
-            return [
-                self._judge(head, keys[place], into[place]) if i < num else Outcome.CORRUPT
-                for i, (head, place) in enumerate(zip(heads, run.places, strict=True))
-            ]
+            outcomes = [Outcome.CORRUPT] * len(blocks)
+            for i, (place, block) in enumerate(zip(run.places[:num], blocks[:num], strict=True)):
+                if payloads[i] is not block:
+                    block[:] = payloads[i][: len(block)]
+                outcomes[i] = self._judge(heads[i], keys[place], block)
+            return outcomes
 
         return self._try(run, "read", move)
 
@@ -124,19 +122,17 @@ class SlotIo:
             return Outcome.CORRUPT
         return Outcome.DONE
 
-    def write(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
-        """The outcome of each block of `run`; `heads` are those of the run, in order, and `blocks` those of
+    def write(self, run: SlotRun, heads: Mapping[int, bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
+        """The outcome of each block of `run`; `heads` are those of the run, by place, and `blocks` those of
         the whole call. Unless it is DONE, the slot's content is undefined."""
-        head_of = dict(zip(run.places, heads, strict=True))
 
         def move(run: SlotRun) -> list[Outcome]:
-            payloads = [blocks[place] for place in run.places]
-            buffers, heads, copies = self._buffers(run, payloads)
-            for place, head in zip(run.places, heads, strict=True):
-                head[:] = head_of[place]
-            for payload, copy in zip(payloads, copies, strict=False):
-                copy[: len(payload)] = payload
-            write_all(self._files.directory.io, run.segment.fd, buffers, run.segment.offset(run.first))
+            sectors, payloads, buffers = self._buffers(run, [blocks[place] for place in run.places])
+            for place, sector, payload in zip(run.places, sectors, payloads, strict=True):
+                sector[:] = heads[place]
+                if payload is not blocks[place]:
+                    payload[: len(blocks[place])] = blocks[place]
+            self._directory.write(run.segment.fd, buffers, run.segment.offset(run.first))
             return [Outcome.DONE] * len(run.places)
 
         return self._try(run, "written", move)
@@ -154,7 +150,7 @@ class SlotIo:
         if why.errno in FULL:
             return [Outcome.FULL]
         self._strikes += 1
-        where = self._files.directory.path
+        where = self._directory.path
         if why.errno in _GONE or self._strikes >= _STRIKES:
             raise StoreFailed(f"the SSD cache in {where} cannot be {done}: {why.strerror}") from why
         log.warning("SSD cache in %s: a block could not be %s: %s", where, done, why.strerror)
@@ -166,14 +162,16 @@ class SlotIo:
 
     def _buffers(
         self, run: SlotRun, blocks: Sequence[memoryview]
-    ) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
-        """The buffers of the system call, in file order; the heads among them; and the payloads among them,
-        empty if these are `blocks`."""
+    ) -> tuple[list[memoryview], Sequence[memoryview], list[memoryview]]:
+        """Heads and payloads of the run, and both as the system call gets them, in file order. The payloads
+        are `blocks`, if direct I/O can use these. Good until the thread's next call."""
         if all(map(is_aligned, blocks)):
-            _, heads = self._files.scratch.parts(len(blocks), SECTOR_BYTES)
-            return [buffer for pair in zip(heads, blocks, strict=True) for buffer in pair], heads, []
-        room, slots = self._files.scratch.parts(len(blocks), slot_bytes(run.head.block_bytes))
-        return [room], [slot[:SECTOR_BYTES] for slot in slots], [slot[SECTOR_BYTES:] for slot in slots]
+            _, heads = self._directory.scratch.parts(len(blocks), SECTOR_BYTES)
+            payloads = blocks
+        else:
+            _, slots = self._directory.scratch.parts(len(blocks), slot_bytes(run.head.block_bytes))
+            heads, payloads = [slot[:SECTOR_BYTES] for slot in slots], [slot[SECTOR_BYTES:] for slot in slots]
+        return heads, payloads, [buffer for pair in zip(heads, payloads, strict=True) for buffer in pair]
 
 
 class OpenFiles:
@@ -184,14 +182,14 @@ class OpenFiles:
         with contextlib.ExitStack() as undo:
             undo.callback(directory.close)
             self.directory = directory
-            self.segments = Segments(SegmentFiles(directory), space, max_bytes)
+            self.segments = Segments(directory, space, max_bytes)
             undo.callback(self.segments.close)
             num_slots = self.segments.num_slots
             pool = BlockPool(num_slots, "ssd", eviction=make_order(eviction, num_slots))
             self.index = SlotIndex(pool, self.segments)
             directory.tidy()
             self._pin_found(space)  # before anything can overwrite them
-            self.slot_io = SlotIo(self.segments.files, space.digest)
+            self.slot_io = SlotIo(directory, space.digest)
             self.scan = Scan(self.segments, self.index)
             undo.pop_all()
 
@@ -268,8 +266,8 @@ class SsdStore:
             return outcomes
         whole: list[int] = []
         try:
-            first = {slot: place for place, slot in reversed(list(enumerate(slots))) if slot != ABSENT}
-            for run in runs_of(now.segments, first.items()):
+            here = [(slot, place) for place, slot in enumerate(slots) if slot != ABSENT]
+            for run in runs_of(now.segments, here):
                 for place, outcome in zip(run.places, now.slot_io.read(run, keys, into), strict=True):
                     outcomes[place] = outcome
                     if outcome is not Outcome.DONE:
@@ -279,11 +277,7 @@ class SsdStore:
                         log.warning(
                             "the block in slot %d of %s is given up: %s", number, where, outcome.value
                         )
-            for place, slot in enumerate(slots):
-                if slot != ABSENT and first[slot] != place:  # requested twice
-                    outcomes[place] = outcomes[first[slot]]
-                    into[place][:] = into[first[slot]]
-            whole = [slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE]
+            whole = [slot for slot, place in here if outcomes[place] is Outcome.DONE]
         finally:
             now.index.unpin(pin, whole)
         return outcomes
@@ -305,12 +299,12 @@ class SsdStore:
         written: dict[int, bytes] = {}
         try:
             for run in runs_of(now.segments, zip(claim.slots, claim.places, strict=True)):
-                heads = []
+                heads: dict[int, bytes] = {}
                 for slot, place in enumerate(run.places, run.first):
                     # so that the end of a prefix counts as older
                     sequence = claim.sequence + len(keys) - 1 - place
                     envelope = pack(keys[place], self._space.digest, blocks[place], sequence)
-                    heads.append(pack_slot(envelope, run.head, slot, depths[place]))
+                    heads[place] = pack_slot(envelope, run.head, slot, depths[place])
                 outcomes = now.slot_io.write(run, heads, blocks)
                 now.segments.note_unsynced(run.segment)
                 for place, outcome in zip(run.places, outcomes, strict=True):

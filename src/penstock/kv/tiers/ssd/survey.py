@@ -23,9 +23,10 @@ from penstock.kv.tiers.ssd.directory import (
     usable,
 )
 from penstock.kv.tiers.ssd.segments import (
-    SegmentFiles,
     SegmentHead,
     SlotHead,
+    read_head,
+    read_slots,
     segment_bytes,
     slot_bytes,
     unpack_slot,
@@ -113,7 +114,7 @@ def clear(directory: str | Path, progress: Progress) -> Survey:
             opened.path, len(segments), snapshots=[SnapshotSurvey(path.name) for path in manifests]
         )
         for done, path in enumerate([*segments, *manifests], 1):
-            found.file_bytes += os.stat(path.name, dir_fd=opened.fd, follow_symlinks=False).st_size
+            found.file_bytes += path.lstat().st_size
             opened.unlink(path)
             progress(done, len(segments) + len(manifests))
         os.fsync(opened.fd)
@@ -131,7 +132,6 @@ class _Surveyor:
 
     def __init__(self, directory: Directory, progress: Progress, payloads: bool) -> None:
         self._directory = directory
-        self._files = SegmentFiles(directory)
         self._survey = Survey(directory.path, num_good=0 if payloads else None)
         self._progress = progress
         self._heads: dict[tuple[bytes, bytes], SlotHead] = {}  # of the newest block, by space and key
@@ -140,10 +140,10 @@ class _Surveyor:
         found = self._survey
         with contextlib.ExitStack() as opened:
             segments: list[tuple[int, SegmentHead]] = []
-            for number in self._directory.segment_files():
-                fd = self._files.open(number, os.O_RDONLY)
+            for number, path in self._directory.segment_files().items():
+                fd = self._directory.open_direct(path, os.O_RDONLY)
                 opened.callback(self._directory.close_file, fd)
-                if (head := self._segment_head(fd, number)) is not None:
+                if (head := self._segment_head(fd, number, path.name)) is not None:
                     segments.append((fd, head))
             found.num_slots = sum(head.num_slots for _, head in segments)
             num_done = 0
@@ -173,9 +173,9 @@ class _Surveyor:
             "" if manifest.id == id else "the manifest lies under another snapshot's name",
         )
 
-    def _segment_head(self, fd: int, number: int) -> SegmentHead | None:
-        found, name = self._survey, self._directory.segment_path(number).name
-        head, size = self._files.read_head(fd, number), self._directory.io.stat(fd).st_size
+    def _segment_head(self, fd: int, number: int, name: str) -> SegmentHead | None:
+        found, size = self._survey, self._directory.io.stat(fd).st_size
+        head = read_head(self._directory, fd, number)
         found.num_segments += 1
         found.file_bytes += size
         if head is None:
@@ -189,7 +189,7 @@ class _Surveyor:
         step = max(1, _READ_BYTES // slot_bytes(segment.block_bytes))
         for first in range(0, segment.num_slots, step):
             slots = range(first, min(first + step, segment.num_slots))
-            images = self._files.read_slots(fd, segment.block_bytes, slots, payloads)
+            images = read_slots(self._directory, fd, segment.block_bytes, slots, payloads)
             for slot, image in zip(slots, images, strict=True):
                 self._judge(segment, slot, f"{name} slot {slot}", image)
             self._progress(num_done + slots.stop, self._survey.num_slots)
