@@ -315,7 +315,11 @@ class Sessions:
         session.weight = session.weight if hint.weight is None else hint.weight
         session.used_s = self._clock()
         keys_before = session.keys
-        self._know(session, prefix)
+        self._retentions.end(session)
+        self._counts["known"] += tenant.sessions.pop(session.id, None) is None
+        tenant.sessions[session.id] = session  # the newest
+        session.scope = prefix.scope
+        self._change_keys(session, b"".join(prefix.keys))
         session.content = ending.content()
         self._by_request.pop(session.request, None)
         session.request, session.num_prompt = request.id, len(request.prompt)
@@ -329,17 +333,8 @@ class Sessions:
         while self._counts["known_blocks"] > self._limits.known_blocks:
             self._drop(next(iter(self._by_known.first().sessions.values())))
 
-    def _know(self, session: _Session, prefix: Prefix) -> None:
-        """Its keys become those of `prefix`, which usually extends the keys before."""
-        self._retentions.end(session)
-        sessions = session.tenant.sessions
-        self._counts["known"] += session.id not in sessions
-        sessions.pop(session.id, None)
-        sessions[session.id] = session  # the newest
-        session.scope = prefix.scope
-        self._change_keys(session, b"".join(prefix.keys))
-
     def _change_keys(self, session: _Session, keys: bytes) -> None:
+        """The new ones usually extend those before."""
         before, session.keys = session.keys, keys
         num_more = session.num_blocks - len(before) // KEY_BYTES
         tenant = session.tenant
@@ -389,19 +384,19 @@ class Sessions:
         if not self._may_release:
             return
         release = self._releases.popleft()
-        num_blocks = len(release.keys) // KEY_BYTES
-        first = max(release.found, self._num_shared(release.keys), num_blocks - _FORGET_AT_ONCE)
+        keys, num_blocks = release.keys, len(release.keys) // KEY_BYTES
+        # How many first blocks another known session may share. A key covers all blocks before it, so shared
+        # blocks have no gaps.
+        num_marks = -(-num_blocks // _MARK_EVERY)
+        num_shared = _MARK_EVERY * _num_first(
+            num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks
+        )
+        first = max(release.found, num_shared, num_blocks - _FORGET_AT_ONCE)
         if first < num_blocks:  # last blocks first: a prefix is useful without its continuation
             self._counts["released_blocks"] += self._storage.forget(
-                [_key(release.keys, number) for number in range(first, num_blocks)]
+                [_key(keys, number) for number in range(first, num_blocks)]
             )
-            self._releases.appendleft(release._replace(keys=release.keys[: first * KEY_BYTES]))
-
-    def _num_shared(self, keys: bytes) -> int:
-        """How many first blocks another known session may share. A key covers all blocks before it, so shared
-        blocks have no gaps."""
-        num_marks = -(-len(keys) // (KEY_BYTES * _MARK_EVERY))
-        return _MARK_EVERY * _num_first(num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks)
+            self._releases.appendleft(release._replace(keys=keys[: first * KEY_BYTES]))
 
 
 class _Retentions:

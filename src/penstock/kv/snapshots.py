@@ -346,6 +346,11 @@ class SnapshotBooks:
         check_scope(manifest, self._cache.scope.of(salt, adapter))
         return SnapshotContent(manifest.tokens, manifest.messages)
 
+    def note_opened(self, opened: Future[SnapshotContent]) -> None:
+        """One caller's answer to `open` is there. Cancels come from any thread."""
+        if not opened.cancelled() and opened.exception() is None:
+            self.counts["continued"] += 1
+
     def _find(self, name: str, salt: str) -> Manifest:
         self._expire_due()
         id = snapshot_id(tenant_of(salt), name)
@@ -525,13 +530,8 @@ class Snapshots:
         if it is of another model."""
         which = name, cache_salt, adapter
         future = self._begin(partial(self._books.open, *which), same=which)
-        future.add_done_callback(self._count_continued)
+        future.add_done_callback(self._books.note_opened)
         return future
-
-    def _count_continued(self, opened: Future[SnapshotContent]) -> None:
-        """On the lane, after it was opened."""
-        if not opened.cancelled() and opened.exception() is None:
-            self._books.counts["continued"] += 1
 
     def begin_delete(self, name: str, cache_salt: str = "") -> Future[None]:
         """Also deletes one that cannot be used. Raises SnapshotMissing."""

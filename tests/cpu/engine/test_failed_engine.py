@@ -233,16 +233,6 @@ def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(
     assert found.finish is FinishReason.LENGTH and loop.failed() is None
 
 
-def test_a_close_comes_round_at_its_deadline_not_later(prompts: Prompts) -> None:
-    engine = build()
-    loop = EngineLoop(engine)
-    loop._stop_by_s = 0.0
-    assert loop._patience_s() == 0.0
-    loop._stop_by_s = None
-    assert loop._patience_s() > 0.0
-    engine.close(20.0)
-
-
 @pytest.mark.parametrize("hanging", ["write", "close", "reset", "persist"])
 def test_closing_is_bounded_though_a_store_hangs(prompts: Prompts, shared: MemoryStore, hanging: str) -> None:  # noqa: F811
     engine = build(host_blocks=64, remote="memory://")
