@@ -178,26 +178,6 @@ def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
     assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
 
 
-def test_each_is_let_go_when_its_own_time_is_over(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    """Whichever was taken before or after it, and at the very moment."""
-    here, _ = machines
-    for name, ttl_s, tokens in (
-        ("b", 50.0, TALK[: 2 * BLOCK]),
-        ("c", None, TALK[: 3 * BLOCK]),
-        ("a", 20.0, TALK[: 4 * BLOCK]),
-    ):
-        here.take(name, tokens, ttl_s=ttl_s)
-    here.take("d", TALK[: 5 * BLOCK], ttl_s=80.0)
-    for seconds, left in ((19.9, "abcd"), (0.1, "bcd"), (29.9, "bcd"), (0.2, "cd"), (30.0, "c"), (1e9, "c")):
-        clock.advance(seconds)
-        here.step()
-        assert {unpack(data).name for data in here.on_disk.values()} == set(left)
-        assert here.registry.figures().known == len(left)
-    assert here.num_pinned == 3 and here.registry.figures().expired == 3
-
-
 def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]) -> None:
     """Also while it is being saved, and nobody else knows of it."""
     here, _ = machines
@@ -385,25 +365,6 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
     assert sorted(names(here)) == ["broken", "whole"]
 
 
-def test_those_whose_time_is_over_are_let_go_though_a_store_is_away(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    """All of them, and the next ones when theirs is: what stays in the store is told."""
-    here, _ = machines
-    here.take("first", ttl_s=10.0)
-    here.take("second", (TALK + 50)[: 2 * BLOCK], ttl_s=10.0)
-    here.take("third", TALK[:BLOCK], ttl_s=20.0)
-    here.rig.stores["remote"].raises = StoreFailed("away")
-    clock.advance(10.0)
-    here.step()
-    assert (here.registry.figures().known, here.registry.figures().expired, here.num_pinned) == (1, 2, 1)
-    clock.advance(10.0)
-    here.step()
-    assert (here.registry.figures().known, here.registry.figures().expired, here.num_pinned) == (0, 3, 0)
-    assert not here.on_disk and len(here.shared) == 3
-    here.heal()
-
-
 @pytest.mark.parametrize("call", ["manifests", "read_manifest"])
 def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewhere(
     machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
@@ -467,28 +428,6 @@ def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     assert (figures.known, figures.damaged) == (2, 0)
     with pytest.raises(SnapshotTaken):
         here.take("one")
-
-
-def test_one_that_the_disk_gave_out_late_is_let_go_when_its_time_is_over(
-    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, _ = machines
-    here.failing.add("remote")
-    here.take("talk", ttl_s=100.0)
-    read, times = MemoryStore.read_manifest, iter([True])
-
-    def failing(store: MemoryStore, id: str) -> bytes | None:
-        if store.name == "ssd" and next(times, False):
-            raise StoreFailed("the disk is away")
-        return read(store, id)
-
-    monkeypatch.setattr(MemoryStore, "read_manifest", failing)
-    here.restart()
-    here.heal()
-    assert here.registry.begin_find("talk").result(60.0).pinned and here.num_pinned == 10
-    clock.advance(100.0)
-    here.step()
-    assert here.num_pinned == 0 and not here.on_disk and here.registry.figures().expired == 1
 
 
 def test_one_that_the_disk_never_gives_out_can_be_deleted(
@@ -588,23 +527,6 @@ def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
         for _ in range(3):
             here.registry.step()
     assert asked == ["expire"]
-
-
-def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    there.take("talk", ttl_s=5.0)
-    clock.advance(4.9)
-    with pytest.raises(SnapshotTaken):
-        here.take("talk")
-    clock.advance(0.1)
-    assert names(here) == [] and here.shared, "the other engine has not come round"
-    here.take("talk")
-    there.step()
-    here.restart()
-    assert names(here) == names(there) == ["talk"] and len(here.shared) == 1, "what it lets go is its own"
-    assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
 
 
 def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:

@@ -198,14 +198,6 @@ def test_a_file_is_checked_as_it_was_opened_not_as_it_was_listed(
     store.close()
 
 
-def test_a_link_to_a_directory_of_ours_is_followed(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(cache)
-    store = open_at(tmp_path / "link")
-    assert read(store, *range(20)) == [DONE] * 20
-    store.persist()
-    store.close()
-
-
 @pytest.mark.parametrize(("mode", "warned"), [(0o777, True), (0o770, True), (0o1777, False), (0o755, False)])
 def test_a_parent_that_others_may_write_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
@@ -447,18 +439,6 @@ def test_a_probe_starts_anew_in_what_is_there_now(path: Path, change: Callable[[
     store.close()
 
 
-def test_one_start_after_the_other_leaks_nothing(path: Path) -> None:
-    store = filled(path)
-    before = num_open()
-    for _ in range(3):
-        made_anew(path)
-        store.probe()
-        assert write(store, *range(10)) == [DONE] * 10
-        store.persist()
-    assert num_open() == before
-    store.close()
-
-
 def test_a_new_directory_that_another_process_has_taken_is_left_to_it_until_it_is_gone(path: Path) -> None:
     before = num_open()
     store = filled(path)
@@ -486,26 +466,15 @@ def test_a_store_that_could_not_be_opened_anew_can_be_closed_and_stays_so(path: 
     store = filled(path)
     made_anew(path)
     path.chmod(0o777)
-    with pytest.raises(StoreFailed, match="mode 0777"):
-        store.probe()
+    for _ in range(2):
+        with pytest.raises(StoreFailed, match="mode 0777"):
+            store.probe()
     assert num_open() == before
     store.close()
     path.chmod(0o700)
     with pytest.raises(StoreFailed, match="closed"):
         store.probe()
     assert not list(path.iterdir())
-
-
-def test_a_new_directory_that_others_may_write_is_not_used_until_they_may_not(path: Path) -> None:
-    store = filled(path)
-    made_anew(path)
-    path.chmod(0o777)
-    with pytest.raises(StoreFailed, match="mode 0777"):
-        store.probe()
-    path.chmod(0o700)
-    store.probe()
-    assert write(store, 20) == [DONE]
-    store.close()
 
 
 def test_a_removed_lock_is_noticed_and_taken_again_with_all_blocks(path: Path) -> None:
@@ -569,23 +538,11 @@ def test_files_that_a_call_still_uses_are_not_closed_under_it(path: Path) -> Non
     store.close()
 
 
-def test_a_probe_of_a_directory_that_is_in_place_opens_nothing(path: Path) -> None:
-    store = filled(path)
-    directory = store.directory
-    store.probe()
-    assert store.directory is directory and read(store, *range(10)) == [DONE] * 10
-    store.close()
-
-
 def test_a_directory_is_not_made_on_a_disk_that_nobody_has_chosen(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(disk)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("NO FILE SYSTEM CAN BE MOUNTED HERE")
     store = filled(disk / "cache")
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
@@ -632,14 +589,6 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     store.close()
 
 
-def test_a_second_store_in_the_same_process_is_refused_as_well(tmp_path: Path) -> None:
-    store = open_at(tmp_path)
-    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-        open_at(tmp_path)
-    store.close()
-    open_at(tmp_path).close()
-
-
 def test_a_bound_without_room_for_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--kv-offload-ssd-gib"):
         open_ssd(tmp_path, BLOCK_BYTES, SPACE, "lru")
@@ -652,12 +601,6 @@ def test_a_place_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be used"):
             open_ssd(path, max_bytes_for(4), SPACE, "lru")
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_missing_directory_is_made(tmp_path: Path) -> None:
-    store = open_at(tmp_path / "a" / "b")
-    assert write(store, 1) == [DONE]
-    store.close()
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:

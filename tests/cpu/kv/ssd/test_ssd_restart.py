@@ -325,18 +325,6 @@ def test_many_blocks_are_found_again(tmp_path: Path) -> None:
     store.close()
 
 
-class LateScan(DiskIo):
-    """Heads are read when the test says so."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if threading.current_thread().name.startswith("ssd-scan"):
-            assert self.gate.wait(WAIT_S)
-        return super().preadv(fd, buffers, offset)
-
-
 def test_what_is_written_before_the_scan_is_newer_than_an_earlier_copy_though_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,11 +338,11 @@ def test_what_is_written_before_the_scan_is_newer_than_an_earlier_copy_though_th
     image[2 * SECTOR_BYTES + 100] ^= 1
     path.write_bytes(image)
     monkeypatch.setattr(index_module.time, "time_ns", lambda: 1000)
-    disk = LateScan()
+    disk = _Paced()
     store = open_at(tmp_path, io=disk, scanned=False)
     assert write(store, 1) == [Outcome.DONE]
     store.persist()
-    disk.gate.set()
+    disk.let_all_through()
     assert store.wait_scanned(WAIT_S)
     store.close()
     store = open_at(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -83,45 +82,6 @@ def test_pinned_blocks_outlive_a_stream_of_others_and_the_others_find_room(store
     assert store.num_leading(keys) == 0
 
 
-def test_a_block_that_comes_after_the_pin_is_pinned(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    store.pin_keys("a", keys)
-    write_keys(store, keys)
-    churn(store)
-    assert store.num_leading(keys) == len(keys)
-
-
-def test_a_block_of_two_snapshots_stays_until_both_let_go(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    store.pin_keys("b", keys[:3])
-    store.unpin_keys("a")
-    store.unpin_keys("a")
-    churn(store)
-    assert store.num_leading(keys) == 3
-    store.unpin_keys("b")
-    churn(store, 5000)
-    assert store.num_leading(keys) == 0
-
-
-def test_what_was_let_go_of_is_not_pinned_again_where_the_directory_was_made_anew(tmp_path: Path) -> None:
-    """And what was not is."""
-    store = open_at(tmp_path / "cache", NUM_SLOTS)
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    store.pin_keys("b", keys[:2])
-    store.unpin_keys("a")
-    shutil.rmtree(tmp_path / "cache")
-    store.probe()
-    assert store.wait_scanned(60.0)
-    write_keys(store, keys)
-    churn(store)
-    assert store.num_leading(keys) == 2
-    store.close()
-
-
 def test_nothing_is_written_over_what_is_pinned_even_where_nothing_else_is_left(tmp_path: Path) -> None:
     store = open_at(tmp_path, NUM_SLOTS)
     numbers = range(store.usage().num_slots or 0)
@@ -129,17 +89,6 @@ def test_nothing_is_written_over_what_is_pinned_even_where_nothing_else_is_left(
     store.pin_keys("all", [number.to_bytes(16, "big") for number in numbers])
     assert write(store, 10_000, 10_001) == [Outcome.FULL, Outcome.FULL]
     assert those_in(store, numbers) == set(numbers)
-
-
-def test_a_reset_forgets_them_and_what_comes_again_is_pinned_again(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    assert store.reset() == len(keys)
-    assert store.num_leading(keys) == 0
-    write_keys(store, keys)
-    churn(store)
-    assert store.num_leading(keys) == len(keys)
 
 
 @pytest.mark.parametrize("killed", [False, True])
