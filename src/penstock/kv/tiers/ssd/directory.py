@@ -43,6 +43,9 @@ _UNFINISHED = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.new")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
+Buffers = Sequence[memoryview]
+
+
 class DiskIo:
     """The real system calls. All raise OSError."""
 
@@ -64,10 +67,10 @@ class DiskIo:
         """Allocate the first `num_bytes`; existing content stays."""
         os.posix_fallocate(fd, 0, num_bytes)
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
         return os.preadv(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -77,10 +80,10 @@ class DiskIo:
         os.fsync(fd)
 
 
-Move = Callable[[int, Sequence[memoryview], int], int]  # preadv or pwritev
+Move = Callable[[int, Buffers, int], int]  # preadv or pwritev
 
 
-def _move(move: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def _move(move: Move, fd: int, buffers: Buffers, offset: int) -> int:
     """Number of bytes moved: fewer than requested if the file ends, or if the system takes no more."""
     done, total = 0, sum(map(len, buffers))
     while done < total:
@@ -94,7 +97,7 @@ def _move(move: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> in
     return done
 
 
-def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+def _rest(buffers: Buffers, done: int) -> Buffers:
     """The bytes after the first `done`."""
     rest = []
     for buffer in buffers:
@@ -184,11 +187,11 @@ class Directory:
         self._direct = 0
         return self.open(path, flags & ~os.O_EXCL)
 
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def read(self, fd: int, buffers: Buffers, offset: int) -> int:
         """Number of bytes read: fewer than requested if the file ends."""
         return _move(self.io.preadv, fd, buffers, offset)
 
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    def write(self, fd: int, buffers: Buffers, offset: int) -> None:
         """Every byte, or OSError."""
         done, total = _move(self.io.pwritev, fd, buffers, offset), sum(map(len, buffers))
         if done < total:

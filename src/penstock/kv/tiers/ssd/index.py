@@ -26,6 +26,8 @@ from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)
 
+Keys = Sequence[bytes]
+
 ABSENT = -1
 _NEVER = 1 << 64  # above every sequence: blocks written since the start are the newest
 _USED_AT_ONCE = 1000  # blocks whose recency is restored per lock
@@ -84,7 +86,7 @@ class SlotIndex:
     def num_keys(self) -> int:
         return self._pool.num_keys
 
-    def find(self, keys: Sequence[bytes]) -> int:
+    def find(self, keys: Keys) -> int:
         """How many leading keys are here. They count as used."""
         with self._lock:
             slots = self._pool.find(keys)
@@ -92,14 +94,14 @@ class SlotIndex:
                 self._pool.note_hits(slots)
             return len(slots)
 
-    def find_each(self, keys: Sequence[bytes]) -> list[int]:
+    def find_each(self, keys: Keys) -> list[int]:
         """The slot of each key, or ABSENT."""
         with self._lock:
             return self._pool.find_each(keys)
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def pin_each(self, keys: Sequence[bytes]) -> tuple[list[int], Pin | None]:
+    def pin_each(self, keys: Keys) -> tuple[list[int], Pin | None]:
         """The slot of each key, or ABSENT, and a pin on the blocks that are here."""
         with self._lock:
             slots = self._pool.find_each(keys)
@@ -127,7 +129,7 @@ class SlotIndex:
 
     # ------------------------------------------------------------------------------------------------ pinning
 
-    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+    def pin_keys(self, id: str, keys: Keys) -> None:
         with self._lock:
             self._pinned.pin(id, keys)
 
@@ -137,7 +139,7 @@ class SlotIndex:
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    def claim(self, keys: Sequence[bytes], evicts: bool = True) -> Claim | None:
+    def claim(self, keys: Keys, evicts: bool = True) -> Claim | None:
         """Slots for those of `keys` that are not here: as many as fit, in order. Waits while another call
         writes one of them; a call that waits has no claim, so none waits for it. Without `evicts` only free
         slots, and None if there are too few; counted under the lock, so that no other writer takes some in
@@ -166,9 +168,7 @@ class SlotIndex:
                 self._sequence = claim.sequence + len(keys) - 1
             return claim
 
-    def land(
-        self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]
-    ) -> None:
+    def land(self, claim: Claim, keys: Keys, depths: Sequence[int], written: Mapping[int, bytes]) -> None:
         """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with its
         generation: they can be found from now on, unless everything was forgotten meanwhile."""
         with self._lock:
@@ -269,7 +269,7 @@ class SlotIndex:
             self._use_again(list(self._used or ()))
             self._used, self._found = None, {}
 
-    def _use_again(self, keys: Sequence[bytes]) -> None:
+    def _use_again(self, keys: Keys) -> None:
         """Pin and unpin them: that makes them the latest used. The last of a pin's slots is evicted first."""
         slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
         self._pool.pin(slots[::-1], "scan").end()

@@ -27,13 +27,14 @@ from penstock.kv.tiers.manifest import unpack as unpack_manifest
 from penstock.kv.tiers.ssd.directory import (
     FULL,
     SECTOR_BYTES,
+    Buffers,
     Directory,
     DiskIo,
     is_aligned,
     make_directory,
     remake_directory,
 )
-from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
+from penstock.kv.tiers.ssd.index import ABSENT, Keys, Scan, SlotIndex
 from penstock.kv.tiers.ssd.segments import (
     Segment,
     SegmentHead,
@@ -45,6 +46,8 @@ from penstock.kv.tiers.ssd.segments import (
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written, pack
 
 log = logging.getLogger(__name__)
+
+Outcomes = list[Outcome]  # by block
 
 _MOST_BLOCKS = 256  # of a run, two buffers each: half of the limit of one call
 # of a run: larger calls are no faster, and unaligned memory is copied through a buffer of this size
@@ -95,10 +98,10 @@ class SlotIo:
         self._space = space
         self._strikes = 0
 
-    def read(self, run: SlotRun, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, run: SlotRun, keys: Keys, into: Buffers) -> Outcomes:
         """The outcome of each block of `run`; `keys` and `into` are those of the whole call."""
 
-        def move(run: SlotRun) -> list[Outcome]:
+        def move(run: SlotRun) -> Outcomes:
             blocks = [into[place] for place in run.places]
             heads, payloads, buffers = self._buffers(run, blocks)
             num_bytes = self._directory.read(run.segment.fd, buffers, run.segment.offset(run.first))
@@ -122,11 +125,11 @@ class SlotIo:
             return Outcome.CORRUPT
         return Outcome.DONE
 
-    def write(self, run: SlotRun, heads: Mapping[int, bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def write(self, run: SlotRun, heads: Mapping[int, bytes], blocks: Buffers) -> Outcomes:
         """The outcome of each block of `run`; `heads` are those of the run, by place, and `blocks` those of
         the whole call. Unless it is DONE, the slot's content is undefined."""
 
-        def move(run: SlotRun) -> list[Outcome]:
+        def move(run: SlotRun) -> Outcomes:
             sectors, payloads, buffers = self._buffers(run, [blocks[place] for place in run.places])
             for place, sector, payload in zip(run.places, sectors, payloads, strict=True):
                 sector[:] = heads[place]
@@ -137,7 +140,7 @@ class SlotIo:
 
         return self._try(run, "written", move)
 
-    def _try(self, run: SlotRun, done: str, move: Callable[[SlotRun], list[Outcome]]) -> list[Outcome]:
+    def _try(self, run: SlotRun, done: str, move: Callable[[SlotRun], Outcomes]) -> Outcomes:
         """If the run cannot be moved as a whole, block by block: that shows which of them it is."""
         try:
             outcomes = move(run)
@@ -160,9 +163,7 @@ class SlotIo:
         """The disk can be used again."""
         self._strikes = 0
 
-    def _buffers(
-        self, run: SlotRun, blocks: Sequence[memoryview]
-    ) -> tuple[list[memoryview], Sequence[memoryview], list[memoryview]]:
+    def _buffers(self, run: SlotRun, blocks: Buffers) -> tuple[list[memoryview], Buffers, list[memoryview]]:
         """Heads and payloads of the run, and both as the system call gets them, in file order. The payloads
         are `blocks`, if direct I/O can use these. Good until the thread's next call."""
         if all(map(is_aligned, blocks)):
@@ -233,7 +234,7 @@ class SsdStore:
         self._num_calls = 0  # in flight on the open files
         self._is_open = True
         self._closed = False  # for good
-        self._pinned_keys: dict[str, Sequence[bytes]] = {}  # by snapshot, since the start
+        self._pinned_keys: dict[str, Keys] = {}  # by snapshot, since the start
         self._open = partial(OpenFiles, max_bytes=max_bytes, space=space, eviction=eviction)
         self._now = self._open(make_directory(path, io))
 
@@ -246,7 +247,7 @@ class SsdStore:
         """Whether all blocks of an earlier process can be found by then."""
         return self._now.scan.done.wait(timeout_s)
 
-    def find(self, keys: Sequence[bytes]) -> int:
+    def find(self, keys: Keys) -> int:
         return self._now.index.find(keys) if self._is_open else 0
 
     def usage(self) -> StoreUsage:
@@ -255,11 +256,11 @@ class SsdStore:
 
     # ------------------------------------------------------------------------------------------------- blocks
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, keys: Keys, into: Buffers) -> Outcomes:
         with self._call() as now:
             return self._read(now, keys, into)
 
-    def _read(self, now: OpenFiles, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+    def _read(self, now: OpenFiles, keys: Keys, into: Buffers) -> Outcomes:
         outcomes = [Outcome.MISSING] * len(keys)
         slots, pin = now.index.pin_each(keys)
         if pin is None:
@@ -282,15 +283,11 @@ class SsdStore:
             now.index.unpin(pin, whole)
         return outcomes
 
-    def write(
-        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
-    ) -> list[Outcome]:
+    def write(self, keys: Keys, depths: Sequence[int], blocks: Buffers) -> Outcomes:
         with self._call(changes=True) as now:
             return self._write(now, keys, depths, blocks)
 
-    def _write(
-        self, now: OpenFiles, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
-    ) -> list[Outcome]:
+    def _write(self, now: OpenFiles, keys: Keys, depths: Sequence[int], blocks: Buffers) -> Outcomes:
         claim = now.index.claim(keys, evicts=False)
         while claim is None:  # nothing is evicted while files can be made
             if grown := now.segments.try_grow():
@@ -322,7 +319,7 @@ class SsdStore:
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
-    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+    def pin_keys(self, id: str, keys: Keys) -> None:
         with self._lock:  # files may be reopened, with a new index
             self._pinned_keys[id] = keys
             self._now.index.pin_keys(id, keys)
@@ -332,10 +329,10 @@ class SsdStore:
             self._pinned_keys.pop(id, None)
             self._now.index.unpin_keys(id)
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
+    def num_leading(self, keys: Keys) -> int:
         return [*self.has_each(keys), False].index(False)
 
-    def has_each(self, keys: Sequence[bytes]) -> list[bool]:
+    def has_each(self, keys: Keys) -> list[bool]:
         if not self._is_open:
             return [False] * len(keys)
         return [slot != ABSENT for slot in self._now.index.find_each(keys)]
