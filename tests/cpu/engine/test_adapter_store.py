@@ -3,14 +3,12 @@ somebody uses them."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config import LoraConfig
-from penstock.engine import adapters
 from penstock.engine.adapters import MAX_NAMES, AdapterHold, AdapterStore, open_store
 from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError
 from penstock.models.adapters import AdapterFiles, adapter_files
@@ -83,8 +81,6 @@ def test_only_what_lies_inside_the_directory_is_loaded_from_it(tmp_path: Path) -
             "lora_path must lie inside the directory that the server was given as --lora-dir"
         )
     assert store.all() == before
-
-
 
 
 def test_errors_do_not_tell_where_the_directory_lies(tmp_path: Path) -> None:
