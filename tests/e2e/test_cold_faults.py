@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,6 @@ from penstock.kv import build as build_module
 from penstock.kv.tiers.calls import Breaker
 from penstock.kv.tiers.cold import ColdLimits
 from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.store import Envelope
 from penstock.testing.sanitized import build_sanitized
 from tests.cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
 from tests.e2e.troubled import (
@@ -225,25 +223,6 @@ def test_a_directory_that_is_removed_costs_nothing_but_what_was_in_it(
     monkeypatch.undo()
 
 
-def test_bytes_that_nobody_checks_would_be_noticed(
-    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
-    wrong: list[list[int]] = []
-    # the sanitizer notices as well
-    with contextlib.suppress(AssertionError), troubled(ssd_dir=str(tmp_path), ssd_gib=0.05) as server:
-        server.ask(*NUMBERS)
-        server.persist()
-        server.forget()
-        for path in tmp_path.glob("*.kv"):
-            image = np.fromfile(path, np.uint8).reshape(-1, 4096)
-            # every payload, no head; as floats, small numbers
-            image[[sector[:5].tobytes() != b"penst" for sector in image]] = 63
-            image.tofile(path)
-        wrong = tokens_of(server.ask(*NUMBERS))
-    assert wrong and wrong != alone(*NUMBERS)
-
-
 # ------------------------------------------------------------------------------------------------------ store
 
 TIMEOUT_S = 1.0  # of an exchange: what takes longer counts as a store that is down
@@ -300,14 +279,6 @@ def test_a_store_that_is_paused_is_used_again_when_it_goes_on(
     come_back(shared, alone, "remote")
 
 
-def test_a_store_that_was_restarted_empty_is_a_miss_and_fills_again(
-    shared: Troubled, alone: Alone, valkey: Valkey
-) -> None:
-    valkey.restart()
-    assert ask_as_alone(shared, alone, *NUMBERS) == [0, 0, 0]
-    come_back(shared, alone, "remote")
-
-
 @pytest.mark.parametrize(
     ("trouble", "undo"),
     [(Valkey.kill, Valkey.start), (Valkey.pause, Valkey.resume)],
@@ -328,19 +299,6 @@ def test_a_store_that_goes_and_comes_while_requests_are_served(
             asked.result(LIMIT_S)
             shared.engine.reset_cache(("device", "host"))
     come_back(shared, alone, "remote")
-
-
-def test_a_tier_that_is_never_fenced_off_would_be_noticed(
-    shared: Troubled, alone: Alone, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def at_once(condition: Callable[[], bool], what: str) -> None:
-        assert condition(), what
-
-    monkeypatch.setattr(Breaker, "_open_if_current", lambda self, entered: False)
-    monkeypatch.setitem(globals(), "until", at_once)
-    valkey.kill()
-    with pytest.raises(AssertionError, match="fenced off"):
-        is_given_up(shared, alone)
 
 
 @pytest.fixture(scope="module")

@@ -318,7 +318,7 @@ def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Count
     for tier in engine.cache.cold_tiers.values():
         calls: Any = tier.calls
         if isinstance(calls.store, SsdStore):
-            calls.store.files.io = UnreliableDisk(mischief())
+            calls.store.directory.io = UnreliableDisk(mischief())
         else:
             calls.store = UnreliableStore(calls.store, mischief())
     return counts

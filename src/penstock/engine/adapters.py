@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from penstock.config import ADAPTER_NAME, LoraConfig
 from penstock.contract import Adapter, Listener, LoadedAdapter, TokenEvent
@@ -54,9 +53,7 @@ class AdapterHold:
     def __enter__(self) -> Adapter:
         return self.adapter
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.end()
 
 
@@ -101,15 +98,13 @@ class AdapterStore:
         if self.root is None:
             raise ConfigError("clients may not load adapters: the server has no --lora-dir")
         self._check_name(name)
-        directory = _resolved(self.root / path)
-        files = (
-            ()
-            if directory is None
-            else (_resolved(directory / CONFIG_FILE), _resolved(directory / TENSORS_FILE))
-        )
-        if directory is None or not all(
-            file is not None and file.is_relative_to(self.root) for file in (directory, *files)
-        ):
+        try:
+            directory = (self.root / path).resolve()
+            files = [directory, *((directory / name).resolve() for name in (CONFIG_FILE, TENSORS_FILE))]
+            is_inside = all(file.is_relative_to(self.root) for file in files)
+        except (OSError, ValueError, RuntimeError):  # a loop of links, or an impossible file name
+            is_inside = False
+        if not is_inside:
             raise InvalidRequest(
                 "lora_path must lie inside the directory that the server was given as --lora-dir", "lora_path"
             )
@@ -187,14 +182,6 @@ class AdapterStore:
             raise InvalidRequest(
                 f"{name!r} is the name of the model itself; give the adapter another", "lora_name"
             )
-
-
-def _resolved(path: Path) -> Path | None:
-    """None: a loop of links, or an impossible file name."""
-    try:
-        return path.resolve()
-    except (OSError, ValueError, RuntimeError):
-        return None
 
 
 def open_store(

@@ -85,7 +85,7 @@ class Engine:
         # Host memory promised to deep requests may not be pinned by snapshots.
         may_be_deep = parts.max_model_len > parts.resident_blocks * cache.block_tokens
         most_in_host = sum(stats.slots.get("host", ())) - cache.num_pageable if may_be_deep else None
-        self.snapshots = EngineSnapshots(self, self._sessions, self._inbox.put, most_in_host)
+        self.snapshots = EngineSnapshots(self, self._sessions, self._inbox, most_in_host)
         parts.cache.call_when_launched(self._inbox.wake)
 
     # ---------------------------------------------------------------------------------------- from any thread
@@ -244,20 +244,9 @@ class Engine:
             asked = self._parts.cache.prefix_of(
                 self.limits.checked(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter
             )
-        done: Future[Prefetched | None] = Future()
-
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return  # cancelled by its caller
-            try:
-                done.set_result(
-                    Prefetched(0, False) if asked is None else self._sessions.prefetch(cache_salt, asked)
-                )
-            except Overloaded as error:
-                done.set_exception(error)
-
-        self._inbox.put(run, fail=functools.partial(fail, done), only_open=True)
-        return done
+        return self._inbox.call(
+            lambda: Prefetched(0, False) if asked is None else self._sessions.prefetch(cache_salt, asked)
+        )
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
         """Block until all blocks sealed before this call are read from device memory (captured), can be found

@@ -8,12 +8,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from penstock.errors import EngineClosed
+from penstock.errors import EngineClosed, Overloaded
 from penstock.lanes.lane import sharpen_timers
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # commands per turn: adding a request takes some ten microseconds, ending one with a long table a few hundred
 _AT_ONCE = 64
@@ -83,6 +86,23 @@ class Inbox:
                 return
             self._commands.append(Command(run, fail))
         self.wake()
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` on the engine thread, unless the future is cancelled before. The future gets its result,
+        or what it raised; Overloaded is for the caller alone. Raises EngineClosed."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except BaseException as error:
+                    done.set_exception(error)
+                    if not isinstance(error, Overloaded):
+                        raise
+
+        self.put(run, fail=partial(fail, done), only_open=True)
+        return done
 
     def check_open(self) -> None:
         if self._closed is not None:

@@ -45,7 +45,7 @@ class EngineLoop:
         self._stop_by_s: float | None = None  # set by close: the time at which running requests are cancelled
         self._error: BaseException | None = None
         self._warm = threading.Event()  # warm-up is over
-        self._is_warm = False  # warm-up has succeeded
+        self.is_warm = False  # warm-up has succeeded; earlier requests wait
         self._starting = threading.Lock()  # the first start or close starts its thread
         self._progress: Progress = silent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -53,7 +53,7 @@ class EngineLoop:
     def start(self, progress: Progress = silent) -> None:
         """Blocks until the engine is warm: from then on all requests run at their usual speed. Idempotent.
         Raises EngineClosed if warm-up fails, which closes the engine, or if the loop was closed before."""
-        if self._is_warm:
+        if self.is_warm:
             return
         with self._starting:
             if self._thread.ident is None:
@@ -61,19 +61,11 @@ class EngineLoop:
                 atexit.register(self._close_at_exit)
                 self._thread.start()
         self._warm.wait()
-        if not self._is_warm:
-            why = (
-                ("was closed before it was started")
-                if self._error is None
-                else ("could not be warmed up; its error is above")
-            )
-            raise EngineClosed(f"the engine {why}") from self._error
+        if self._error is not None and not self.is_warm:
+            raise EngineClosed("the engine could not be warmed up; its error is above") from self._error
+        if not self.is_warm:
+            raise EngineClosed("the engine was closed before it was started")
         settle_process()
-
-    @property
-    def is_warm(self) -> bool:
-        """True once warm-up is over. Earlier requests wait."""
-        return self._is_warm
 
     def beat_age_s(self) -> float:
         """Seconds since the last turn of the loop, or the last progress of warm-up; grows without bound if it
@@ -107,7 +99,7 @@ class EngineLoop:
         try:
             if self._stop_by_s is None:
                 self._engine.warm(self._tell_progress)
-                self._is_warm = True
+                self.is_warm = True
                 self._warm.set()
             with self._engine.launching():
                 while self._stop_by_s is None or (
@@ -115,13 +107,16 @@ class EngineLoop:
                 ):
                     self._beat_s = time.monotonic()
                     if not self._engine.step():
-                        self._engine.wait_work(self._patience_s())
+                        # it wakes for its heartbeat and for the deadline of a close
+                        left_s = _IDLE_S if self._stop_by_s is None else self._stop_by_s - time.monotonic()
+                        self._engine.wait_work(max(0.0, min(_IDLE_S, left_s)))
             self._engine.close(timeout_s=_CLOSE_S)
         except BaseException as error:
             self._error = error
             self._engine.fail_all(error)
             log.exception("the engine loop failed")
-            self._close_unused()
+            if not self.is_warm:  # otherwise its state of requests may be broken
+                self._close_unused()
         finally:
             self._warm.set()
 
@@ -132,15 +127,7 @@ class EngineLoop:
     def _close_unused(self) -> None:
         """Warm-up failed before any request ran, so the state is sound. Close the engine to free what it
         holds, such as a directory lock."""
-        if self._is_warm:
-            return  # its state of requests may be broken
         try:
             self._engine.close(_CLOSE_S)
         except BaseException:
             log.exception("the engine that could not be warmed up could not be closed either")
-
-    def _patience_s(self) -> float:
-        """How long it may wait for work: it wakes for its heartbeat and for the deadline of a close."""
-        return (
-            _IDLE_S if self._stop_by_s is None else max(0.0, min(_IDLE_S, self._stop_by_s - time.monotonic()))
-        )

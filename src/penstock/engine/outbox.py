@@ -61,12 +61,13 @@ class Outbox:
         """Requests that began to load, were retracted or resumed since the last call."""
         now = time.monotonic()
         for request_id, state in moves:
-            entry = self._open.get(request_id)
-            if entry is not None and state is State.LOADING:
+            if (entry := self._open.get(request_id)) is None:
+                continue
+            if state is State.LOADING:
                 entry.loading_s = entry.loading_s or now
-            elif entry is not None and state is State.RETRACTED:
+            elif state is State.RETRACTED:
                 entry.retracted_s = now
-            elif entry is not None:
+            else:
                 self.resume.add(now - entry.retracted_s)
 
     def publish(self, events: Iterable[TokenEvent | None]) -> None:

@@ -93,6 +93,16 @@ class SessionLimits:
     prefetches: int = 16
 
 
+class SessionContent(NamedTuple):
+    """A session as its last request left it."""
+
+    tokens: bytes  # ids of prompt and generated tokens, 32 bits each
+    adapter: Adapter | None
+
+
+_NOTHING = SessionContent(b"", None)
+
+
 @dataclass(slots=True, eq=False)
 class _Tenant:
     id: bytes
@@ -111,8 +121,7 @@ class _Session:
     tenant: _Tenant
     scope: bytes = b""
     keys: bytes = b""  # concatenated: a tuple of keys would take four times the memory
-    tokens: bytes = b""  # 32 bits each
-    adapter: Adapter | None = None
+    content: SessionContent = _NOTHING
     request: str = ""  # the id of its last request
     num_prompt: int = 0  # prompt tokens of that request
     # blocks that were in memory before the session, perhaps of others; None: not known yet
@@ -122,7 +131,7 @@ class _Session:
     used_s: float = 0.0
     due: int | None = None  # second in which its retention ends; None: not retained
     want: Retained | None = None
-    is_looked_at: bool = False  # it is in the rotation of `_look_again`
+    is_looked_at: bool = False  # it is in the rotation of `look_again`
 
     @property
     def num_blocks(self) -> int:
@@ -137,20 +146,15 @@ class _Ending:
     """A request of a session, from its submission to its last event. Collects its generated tokens."""
 
     def __init__(
-        self,
-        request: Request,
-        ids: tuple[bytes, bytes],
-        hint: CacheHint,
-        listener: Listener,
-        ended: deque[_Ending],
+        self, request: Request, salt: str, hint: CacheHint, listener: Listener, ended: deque[_Ending]
     ) -> None:
-        self._request = request
-        self.ids = ids
+        self.request = request
+        self.ids = session_ids(salt, request.session)
         self.hint = hint
         # tokens in memory when it began; None: it was cancelled before its first event
         self.num_found: int | None = None
         self._tokens: list[int] = []
-        self._num_computed = 0  # of these, tokens with KV
+        self._is_fed_back = False  # otherwise the last token has no KV
         # on the caller's thread: a long prompt takes milliseconds
         self._prompt = array("I", request.prompt).tobytes()
         self._listener = listener
@@ -160,37 +164,20 @@ class _Ending:
         self._tokens += event.tokens
         if event.source is not None:
             self.num_found = event.source.device + event.source.host
-        if event.finish is not None:
-            is_fed_back = event.finish is FinishReason.STOP
-            # otherwise the last token has no KV
-            self._num_computed = len(self._tokens) if is_fed_back else max(0, len(self._tokens) - 1)
-            if event.finish is not FinishReason.ERROR:
-                self._ended.append(self)
+        if event.finish is not None and event.finish is not FinishReason.ERROR:
+            self._is_fed_back = event.finish is FinishReason.STOP
+            self._ended.append(self)
         self._listener(event)
-
-    @property
-    def request_id(self) -> str:
-        return self._request.id
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self._request.prompt)
 
     def prefix(self, block_tokens: int) -> Prefix:
         """Keys of its prompt and of the generated tokens that have KV."""
-        scope, keys = self._request.prefix or Prefix(b"", ())
-        tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens[: self._num_computed]]
+        scope, keys = self.request.prefix or Prefix(b"", ())
+        computed = self._tokens if self._is_fed_back else self._tokens[:-1]
+        tail = [*self.request.prompt[len(keys) * block_tokens :], *computed]
         return Prefix(scope, (*keys, *prefix_keys(tail, block_tokens, scope, keys[-1] if keys else None)))
 
     def content(self) -> SessionContent:
-        return SessionContent(self._prompt + array("I", self._tokens).tobytes(), self._request.adapter)
-
-
-class SessionContent(NamedTuple):
-    """A session as its last request left it."""
-
-    tokens: bytes  # ids of prompt and generated tokens, 32 bits each
-    adapter: Adapter | None
+        return SessionContent(self._prompt + array("I", self._tokens).tobytes(), self.request.adapter)
 
 
 class _Release(NamedTuple):
@@ -210,20 +197,16 @@ class Sessions:
         self._storage = storage
         self._limits = limits
         self._clock = clock
+        self._counts: Counter[str] = Counter()  # by field of `SessionFigures`
         self._tenants: dict[bytes, _Tenant] = {}
-        self._by_sessions, self._by_known, self._by_retained = _Largest(), _Largest(), _Largest()
+        self._by_sessions, self._by_known = _Largest(), _Largest()
+        self._retentions = _Retentions(storage, limits.retained_blocks, self._counts)
         # by every fourth key of a session: number of sessions that have it
         self._marks: Counter[bytes] = Counter()
         self._by_request: dict[str, _Session] = {}  # by the id of its last request
         self._ended: deque[_Ending] = deque()
-        # retained sessions by the second in which their retention ends
-        self._due: dict[int, dict[_Session, None]] = {}
-        self._seconds: list[int] = []  # a heap of those
         self._releases: deque[_Release] = deque()
         self._prefetches: list[tuple[_Tenant, SessionPrefetch]] = []  # running
-        self._moving: deque[_Session] = deque()  # retained sessions, and some whose retention has ended
-        self._num_steps = 0
-        self._counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------- from any thread
 
@@ -232,54 +215,35 @@ class Sessions:
         `listener` itself."""
         if not request.session or request.prefix is None:
             return listener
-        return _Ending(
-            request, session_ids(salt, request.session), hint or CacheHint(), listener, self._ended
-        )
+        return _Ending(request, salt, hint or CacheHint(), listener, self._ended)
 
     def figures(self) -> SessionFigures:
         """Numbers only: names of tenants and sessions may be secrets."""
-        counts = self._counts
         return SessionFigures(
-            known=counts["sessions"],
-            known_blocks=counts["known"],
             tenants=len(self._tenants),
-            retained=counts["retained_sessions"],
-            retained_blocks=counts["retained"],
             retained_blocks_max=self._limits.retained_blocks,
-            retaining_tenants=len(self._by_retained),
-            retentions_cut=counts["cut"],
-            releases=counts["releases"],
-            released_blocks=counts["released"],
+            retaining_tenants=self._retentions.num_tenants,
             prefetches_under_way=len(self._prefetches),
-            prefetches_started=counts["started"],
-            prefetches_finished=counts["finished"],
-            prefetches_refused=counts["refused"],
+            **self._counts,
         )
 
     # -------------------------------------------------------------------------------------- the engine thread
 
     def step(self) -> bool:
         """Do a slice of the due work; returns True if more is due now."""
-        if not (self._ended or self._seconds or self._prefetches or self._releases or self._moving):
+        if not (self._ended or self._prefetches or self._releases or self._retentions.has_work):
             return False
         for _ in range(min(len(self._ended), _ENDS_AT_ONCE)):
             self._end(self._ended.popleft())
-        is_late = self._expire()
-        self._settle_prefetches()
+        is_late = self._retentions.expire(self._clock())
+        for tenant, prefetch in [pair for pair in self._prefetches if pair[1].settled]:
+            self._prefetches.remove((tenant, prefetch))
+            tenant.num_prefetches -= 1
+            self._counts["prefetches_finished"] += 1
+            self._forget_tenant(tenant)
         self._release_some()
-        self._look_again()
+        self._retentions.look_again()
         return bool(self._ended) or is_late or self._may_release
-
-    def _look_again(self) -> None:
-        """Every few turns, for one session: its blocks may have moved between device and host memory, so want
-        them where they are now."""
-        self._num_steps += 1
-        if self._moving and self._num_steps % _LOOK_EVERY == 0:
-            session = self._moving.popleft()
-            session.is_looked_at = session.want is not None
-            if session.want is not None:
-                session.want.look_again()
-                self._moving.append(session)
 
     def prefetch(self, salt: str, asked: str | Prefix) -> Prefetched | None:
         """Prefetch the KV of a session by name, or of a prefix. None: no such session. Raises Overloaded if
@@ -292,16 +256,15 @@ class Sessions:
         tenant_id = tenant_of(salt)
         tenant = self._tenants.get(tenant_id) or _Tenant(tenant_id)
         if tenant.num_prefetches >= self._limits.prefetches - len(self._prefetches):
-            self._counts["refused"] += 1
+            self._counts["prefetches_refused"] += 1
             raise Overloaded(
                 f"{tenant.num_prefetches} prefetches of this tenant run, {len(self._prefetches)} in all"
             )
-        prefetch = (
-            self._storage.prefetch(asked, f"prefetch {self._counts['started']}") if asked.keys else None
-        )
+        owner = f"prefetch {self._counts['prefetches_started']}"
+        prefetch = self._storage.prefetch(asked, owner) if asked.keys else None
         if prefetch is None:
             return Prefetched(0, False)
-        self._counts["started"] += 1
+        self._counts["prefetches_started"] += 1
         self._tenants[tenant.id] = tenant
         tenant.num_prefetches += 1
         self._prefetches.append((tenant, prefetch))
@@ -310,7 +273,7 @@ class Sessions:
     def content_of(self, salt: str, name: str) -> SessionContent | None:
         """The session's current tokens. None: no such session."""
         session = self._find(salt, name)
-        return None if session is None else SessionContent(session.tokens, session.adapter)
+        return None if session is None else session.content
 
     def note_seen(self, request_id: str, num_tokens: int) -> None:
         """The client of an ended request received `num_tokens` of its tokens, so the session ends there. KV
@@ -318,7 +281,8 @@ class Sessions:
         self._end_all()
         session = self._by_request.get(request_id)
         if session is not None:
-            session.tokens = session.tokens[: (session.num_prompt + num_tokens) * _TOKEN_BYTES]
+            tokens = session.content.tokens[: (session.num_prompt + num_tokens) * _TOKEN_BYTES]
+            session.content = session.content._replace(tokens=tokens)
 
     def _end_all(self) -> None:
         while self._ended:
@@ -341,7 +305,7 @@ class Sessions:
 
     def _end(self, ending: _Ending) -> None:
         """The session's KV is now that of its last request."""
-        hint, prefix = ending.hint, ending.prefix(self._storage.block_tokens)
+        hint, request, prefix = ending.hint, ending.request, ending.prefix(self._storage.block_tokens)
         tenant = self._tenants.setdefault(ending.ids[0], _Tenant(ending.ids[0]))
         session = tenant.sessions.get(ending.ids[1]) or _Session(ending.ids[1], tenant)
         if ending.num_found is not None:
@@ -351,126 +315,51 @@ class Sessions:
         session.weight = session.weight if hint.weight is None else hint.weight
         session.used_s = self._clock()
         keys_before = session.keys
-        self._know(session, prefix)
-        session.tokens, session.adapter = ending.content()
+        self._retentions.end(session)
+        self._counts["known"] += tenant.sessions.pop(session.id, None) is None
+        tenant.sessions[session.id] = session  # the newest
+        session.scope = prefix.scope
+        self._change_keys(session, b"".join(prefix.keys))
+        session.content = ending.content()
         self._by_request.pop(session.request, None)
-        session.request, session.num_prompt = ending.request_id, ending.num_prompt
+        session.request, session.num_prompt = request.id, len(request.prompt)
         self._by_request[session.request] = session
         if hint.release:
             self._release(session, keys_before)
         elif session.retain_s:
-            self._retain(session, prefix)
-        self._bound_known()
-
-    def _know(self, session: _Session, prefix: Prefix) -> None:
-        """Its keys become those of `prefix`, which usually extends the keys before."""
-        self._end_retention(session)
-        tenant = session.tenant
-        self._counts["sessions"] += session.id not in tenant.sessions
-        tenant.sessions.pop(session.id, None)
-        tenant.sessions[session.id] = session  # the newest
-        session.scope = prefix.scope
-        self._change_keys(session, b"".join(prefix.keys))
-        self._note_known(tenant)
+            self._retentions.begin(session, prefix)
+        while self._counts["known"] > self._limits.sessions:
+            self._drop(next(iter(self._by_sessions.first().sessions.values())))
+        while self._counts["known_blocks"] > self._limits.known_blocks:
+            self._drop(next(iter(self._by_known.first().sessions.values())))
 
     def _change_keys(self, session: _Session, keys: bytes) -> None:
+        """The new ones usually extend those before."""
         before, session.keys = session.keys, keys
         num_more = session.num_blocks - len(before) // KEY_BYTES
-        session.tenant.num_known += num_more
-        self._counts["known"] += num_more
+        tenant = session.tenant
+        tenant.num_known += num_more
+        self._counts["known_blocks"] += num_more
+        self._by_sessions.note(tenant, len(tenant.sessions))
+        self._by_known.note(tenant, tenant.num_known)
         num_same = _num_common(before, keys)
         for key in _marks(before, num_same):
             self._marks[key] -= 1
             if not self._marks[key]:
                 del self._marks[key]
-        for key in _marks(keys, num_same):
-            self._marks[key] += 1
+        self._marks.update(_marks(keys, num_same))
 
     def _drop(self, session: _Session) -> None:
-        self._end_retention(session)
+        self._retentions.end(session)
+        del session.tenant.sessions[session.id]
         self._change_keys(session, b"")
-        tenant = session.tenant
-        del tenant.sessions[session.id]
         self._by_request.pop(session.request, None)
-        self._counts["sessions"] -= 1
-        self._note_known(tenant)
-        self._forget_tenant(tenant)
-
-    def _note_known(self, tenant: _Tenant) -> None:
-        self._by_sessions.note(tenant, len(tenant.sessions))
-        self._by_known.note(tenant, tenant.num_known)
+        self._counts["known"] -= 1
+        self._forget_tenant(session.tenant)
 
     def _forget_tenant(self, tenant: _Tenant) -> None:
         if not tenant.sessions and not tenant.num_prefetches:
             self._tenants.pop(tenant.id, None)
-
-    def _bound_known(self) -> None:
-        while self._counts["sessions"] > self._limits.sessions:
-            self._drop(next(iter(self._by_sessions.first().sessions.values())))
-        while self._counts["known"] > self._limits.known_blocks:
-            self._drop(next(iter(self._by_known.first().sessions.values())))
-
-    # ---------------------------------------------------------------------------------------------- retention
-
-    def _retain(self, session: _Session, prefix: Prefix) -> None:
-        num_blocks = session.num_blocks
-        if not num_blocks:
-            return
-        # it would push out all other sessions of its tenant, and then itself
-        if num_blocks > self._limits.retained_blocks:
-            self._counts["cut"] += 1
-            return
-        tenant = session.tenant
-        tenant.retained[session.weight][session.id] = session
-        self._count_retained(tenant, num_blocks, 1)
-        second = int(session.used_s + session.retain_s) + 1
-        if second not in self._due:
-            self._due[second] = {}
-            heapq.heappush(self._seconds, second)
-        self._due[second][session] = None
-        session.due = second
-        while self._counts["retained"] > self._limits.retained_blocks:
-            self._end_retention(
-                next(one for kept in self._by_retained.first().retained for one in kept.values())
-            )
-            self._counts["cut"] += 1
-        if session.due is not None:
-            session.want = self._storage.retain(prefix, _rank(session))
-            if not session.is_looked_at:
-                session.is_looked_at = True
-                self._moving.append(session)
-
-    def _end_retention(self, session: _Session) -> None:
-        """Idempotent."""
-        if session.due is None:
-            return
-        del self._due[session.due][session]
-        session.due = None
-        for kept in session.tenant.retained:
-            kept.pop(session.id, None)
-        self._count_retained(session.tenant, -session.num_blocks, -1)
-        if session.want is not None:
-            session.want.end()
-            session.want = None
-
-    def _count_retained(self, tenant: _Tenant, num_blocks: int, num_sessions: int) -> None:
-        tenant.num_retained += num_blocks
-        self._counts["retained"] += num_blocks
-        self._counts["retained_sessions"] += num_sessions
-        self._by_retained.note(tenant, tenant.num_retained)
-
-    def _expire(self) -> bool:
-        """Returns True if some are left for the next turn."""
-        now = self._clock()
-        for _ in range(_EXPIRIES_AT_ONCE):
-            if not self._seconds or self._seconds[0] > now:
-                return False
-            sessions = self._due[self._seconds[0]]
-            if sessions:
-                self._end_retention(next(iter(sessions)))
-            if not sessions:
-                del self._due[heapq.heappop(self._seconds)]
-        return True
 
     # ------------------------------------------------------------------------------------------------ release
 
@@ -495,26 +384,108 @@ class Sessions:
         if not self._may_release:
             return
         release = self._releases.popleft()
-        num_blocks = len(release.keys) // KEY_BYTES
-        first = max(release.found, self._num_shared(release.keys), num_blocks - _FORGET_AT_ONCE)
+        keys, num_blocks = release.keys, len(release.keys) // KEY_BYTES
+        # How many first blocks another known session may share. A key covers all blocks before it, so shared
+        # blocks have no gaps.
+        num_marks = -(-num_blocks // _MARK_EVERY)
+        num_shared = _MARK_EVERY * _num_first(
+            num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks
+        )
+        first = max(release.found, num_shared, num_blocks - _FORGET_AT_ONCE)
         if first < num_blocks:  # last blocks first: a prefix is useful without its continuation
-            self._counts["released"] += self._storage.forget(
-                [_key(release.keys, number) for number in range(first, num_blocks)]
+            self._counts["released_blocks"] += self._storage.forget(
+                [_key(keys, number) for number in range(first, num_blocks)]
             )
-            self._releases.appendleft(release._replace(keys=release.keys[: first * KEY_BYTES]))
+            self._releases.appendleft(release._replace(keys=keys[: first * KEY_BYTES]))
 
-    def _num_shared(self, keys: bytes) -> int:
-        """How many first blocks another known session may share. A key covers all blocks before it, so shared
-        blocks have no gaps."""
-        num_marks = -(-len(keys) // (KEY_BYTES * _MARK_EVERY))
-        return _MARK_EVERY * _num_first(num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks)
 
-    def _settle_prefetches(self) -> None:
-        for tenant, prefetch in [pair for pair in self._prefetches if pair[1].settled]:
-            self._prefetches.remove((tenant, prefetch))
-            tenant.num_prefetches -= 1
-            self._counts["finished"] += 1
-            self._forget_tenant(tenant)
+class _Retentions:
+    """Sessions whose blocks are wanted for a time, up to a bound. At the bound the tenant with most retained
+    blocks gives way."""
+
+    def __init__(self, storage: SessionStorage, most_blocks: int, counts: Counter[str]) -> None:
+        self._storage = storage
+        self._most = most_blocks
+        self._counts = counts  # the figures of the sessions
+        self._by_blocks = _Largest()
+        # retained sessions by the second in which their retention ends
+        self._due: dict[int, dict[_Session, None]] = {}
+        self._seconds: list[int] = []  # a heap of those
+        self._moving: deque[_Session] = deque()  # retained sessions, and some whose retention has ended
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._seconds or self._moving)
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._by_blocks)
+
+    def begin(self, session: _Session, prefix: Prefix) -> None:
+        num_blocks = session.num_blocks
+        # a longer one would push out all other sessions of its tenant, and then itself
+        self._counts["retentions_cut"] += num_blocks > self._most
+        if not 0 < num_blocks <= self._most:
+            return
+        session.tenant.retained[session.weight][session.id] = session
+        second = session.due = int(session.used_s + session.retain_s) + 1
+        if second not in self._due:
+            self._due[second] = {}
+            heapq.heappush(self._seconds, second)
+        self._due[second][session] = None
+        self._book(session, 1)
+        while self._counts["retained_blocks"] > self._most:
+            self.end(next(one for kept in self._by_blocks.first().retained for one in kept.values()))
+            self._counts["retentions_cut"] += 1
+        if session.due is not None:
+            session.want = self._storage.retain(prefix, _rank(session))
+            if not session.is_looked_at:
+                session.is_looked_at = True
+                self._moving.append(session)
+
+    def end(self, session: _Session) -> None:
+        """Idempotent."""
+        if session.due is None:
+            return
+        del self._due[session.due][session]
+        session.due = None
+        for kept in session.tenant.retained:
+            kept.pop(session.id, None)
+        self._book(session, -1)
+        if session.want is not None:
+            session.want.end()
+            session.want = None
+
+    def _book(self, session: _Session, sign: int) -> None:
+        tenant, num_blocks = session.tenant, sign * session.num_blocks
+        tenant.num_retained += num_blocks
+        self._counts["retained_blocks"] += num_blocks
+        self._counts["retained"] += sign
+        self._by_blocks.note(tenant, tenant.num_retained)
+
+    def expire(self, now_s: float) -> bool:
+        """Returns True if some are left for the next turn."""
+        for _ in range(_EXPIRIES_AT_ONCE):
+            if not self._seconds or self._seconds[0] > now_s:
+                return False
+            sessions = self._due[self._seconds[0]]
+            if sessions:
+                self.end(next(iter(sessions)))
+            if not sessions:
+                del self._due[heapq.heappop(self._seconds)]
+        return True
+
+    def look_again(self) -> None:
+        """Every few turns, for one session: its blocks may have moved between device and host memory, so want
+        them where they are now."""
+        self._num_steps += 1
+        if self._moving and self._num_steps % _LOOK_EVERY == 0:
+            session = self._moving.popleft()
+            session.is_looked_at = session.want is not None
+            if session.want is not None:
+                session.want.look_again()
+                self._moving.append(session)
 
 
 class _Largest:

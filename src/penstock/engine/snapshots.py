@@ -3,18 +3,17 @@ storage owns the snapshots."""
 
 from __future__ import annotations
 
-import functools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.contract import SamplingParams, Snapshot, SnapshotRequest
-from penstock.engine.inbox import fail
+from penstock.engine.inbox import Inbox, fail
 from penstock.engine.sessions import SessionContent, Sessions
 from penstock.errors import DeadlineExceeded, InvalidRequest, SessionMissing
 from penstock.kv.questions import run_steps
@@ -22,8 +21,6 @@ from penstock.kv.snapshots import Snapshots, wait_answered
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
-
-T = TypeVar("T")
 
 SAVE_S = 60.0  # for computed blocks to reach the tiers
 TAKE_S = 150.0  # in all, with the wait for the engine thread and the lane
@@ -33,12 +30,10 @@ _NAME_BYTES = 8
 class EngineSnapshots(Snapshots):
     """All methods but `step` may be called from any thread. `begin_x` never blocks."""
 
-    def __init__(
-        self, engine: Engine, sessions: Sessions, run: Callable[..., None], most_in_host: int | None
-    ) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, inbox: Inbox, most_in_host: int | None) -> None:
         self._engine = engine
         self._sessions = sessions
-        self._run = run  # on the engine thread
+        self._inbox = inbox
         self._saving: deque[tuple[float, Future[None]]] = deque()  # with deadlines, in order
         super().__init__(engine.cache, most_in_host)
 
@@ -58,7 +53,7 @@ class EngineSnapshots(Snapshots):
     def _taken(self, asked: SnapshotRequest) -> Generator[Future[Any], Any, Snapshot]:
         tokens = asked.prompt
         if asked.session:
-            content: SessionContent | None = yield self._begin_turn(
+            content: SessionContent | None = yield self._inbox.call(
                 lambda: self._sessions.content_of(asked.cache_salt, asked.session)
             )
             if content is None:
@@ -71,21 +66,10 @@ class EngineSnapshots(Snapshots):
     def _begin_save(self, keys: Sequence[bytes]) -> Future[None]:
         """Ends when these blocks are in the first cold tier, or in host memory if there is none."""
         cache = self._engine.cache
-        self._run(lambda: cache.save(keys, self._engine.launched()), only_open=True)
+        self._inbox.put(lambda: cache.save(keys, self._engine.launched()), only_open=True)
         saved = self._engine.begin_flush("persisted" if cache.cold_tiers else "visible")
         self._saving.append((time.monotonic() + SAVE_S, saved))
         return saved
-
-    def _begin_turn(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the engine thread."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            if done.set_running_or_notify_cancel():
-                done.set_result(work())
-
-        self._run(run, fail=functools.partial(fail, done), only_open=True)
-        return done
 
     def step(self) -> None:
         while self._saving and (self._saving[0][1].done() or time.monotonic() >= self._saving[0][0]):

@@ -1,5 +1,6 @@
-"""Questions to a lane, with futures for their answers. Owns the queue of waiting questions: it is bounded,
-equal questions share an answer, and a cancelled one leaves at once. No thread waits for an answer.
+"""Questions to a lane, with futures for their answers. Owns the lane and the queue of waiting questions: it
+is bounded, equal questions share an answer, and a cancelled one leaves at once. No thread waits for an
+answer.
 
 `run_steps` chains several futures behind one, which can be cancelled in every state.
 """
@@ -22,13 +23,27 @@ class _Question(NamedTuple):
     work: Callable[[], Any]
     asked: list[Future[Any]]  # futures that wait for the answer
 
+    def answer(self) -> None:
+        waiting = [future for future in self.asked if future.set_running_or_notify_cancel()]
+        if not waiting:
+            return
+        try:
+            answer = self.work()
+        except BaseException as error:
+            for future in waiting:
+                future.set_exception(error)
+        else:
+            for future in waiting:
+                future.set_result(answer)
+
 
 class Questions:
     """For any thread. The lane gets one question at a time."""
 
-    def __init__(self, lane: CpuLane, most: int) -> None:
-        self._lane = lane
+    def __init__(self, subject: str, most: int) -> None:
+        self._subject = subject
         self._most = most
+        self._lane = CpuLane(subject)
         self._lock = threading.Lock()
         self._waiting: dict[Hashable, _Question] = {}  # in order
         self._is_next = False  # the lane has been asked to take the first one
@@ -47,21 +62,30 @@ class Questions:
         name = object() if same is None else same
         with self._lock:
             if self._is_closed:
-                raise EngineClosed("the engine is closed")
+                _refuse()
             if name not in self._waiting and len(self._waiting) >= self._most and not goes_on:
-                raise Overloaded(f"{self._most} calls about snapshots wait already; try again later")
+                raise Overloaded(f"{self._most} calls about {self._subject} wait already; try again later")
             self._waiting.setdefault(name, _Question(work, [])).asked.append(future)
-            self._tell_lane()
+            try:
+                self._take_next()
+            except LaneClosed:
+                _refuse()
         future.add_done_callback(lambda over: self._leave(name, over) if over.cancelled() else None)
         return future
 
-    def close(self) -> None:
-        """Fail all waiting questions and accept no more. The one that runs ends normally."""
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` on the lane, outside the queue. After the close, nothing happens."""
+        with contextlib.suppress(LaneClosed):
+            self._lane.submit(work, label=self._subject)
+
+    def close(self, timeout_s: float | None) -> None:
+        """Fail all waiting questions, accept no more, and finish what runs. Raises DeadlineExceeded."""
         with self._lock:
             self._is_closed = True
             left, self._waiting = list(self._waiting.values()), {}
         for question in left:
-            _answer(question.asked, _refuse)
+            question._replace(work=_refuse).answer()
+        self._lane.close(timeout_s)
 
     def _leave(self, name: Hashable, future: Future[Any]) -> None:
         with self._lock:
@@ -71,13 +95,10 @@ class Questions:
                 if not question.asked:
                     del self._waiting[name]
 
-    def _tell_lane(self) -> None:
+    def _take_next(self) -> None:
         """With the lock held."""
         if self._waiting and not self._is_next:
-            try:
-                self._lane.submit(self._answer_first, label="snapshots")
-            except LaneClosed:
-                raise EngineClosed("the engine is closed") from None
+            self._lane.submit(self._answer_first, label=self._subject)
             self._is_next = True
 
     def _answer_first(self) -> None:
@@ -87,68 +108,44 @@ class Questions:
             if not self._waiting:
                 return
             question = self._waiting.pop(next(iter(self._waiting)))
-        _answer(question.asked, question.work)
-        with self._lock, contextlib.suppress(EngineClosed):
-            self._tell_lane()
+        question.answer()
+        with self._lock, contextlib.suppress(LaneClosed):
+            self._take_next()
 
 
 def _refuse() -> None:
     raise EngineClosed("the engine is closed")
 
 
-def _answer(asked: list[Future[Any]], work: Callable[[], Any]) -> None:
-    waiting = [future for future in asked if future.set_running_or_notify_cancel()]
-    if not waiting:
-        return
-    try:
-        answer = work()
-    except BaseException as error:
-        for future in waiting:
-            future.set_exception(error)
-    else:
-        for future in waiting:
-            future.set_result(answer)
-
-
 def run_steps(steps: Generator[Future[Any], Any, T]) -> Future[T]:
     """A future of the value that `steps` returns. The generator resumes each time a future that it yielded is
     over, on the thread that ended it. A cancel cancels the awaited future and raises CancelledError in the
     generator."""
-    run = _Run(steps)
-    run.go_on(None)
-    return run.done
+    done: Future[T] = Future()
+    awaited: Future[Any] | None = None
 
-
-class _Run:
-    def __init__(self, steps: Generator[Future[Any], Any, Any]) -> None:
-        self.done: Future[Any] = Future()
-        self._steps = steps
-        self._awaited: Future[Any] | None = None
-        self.done.add_done_callback(lambda done: self._cancel() if done.cancelled() else None)
-
-    def _cancel(self) -> None:
-        if self._awaited is not None:
-            self._awaited.cancel()
-
-    def go_on(self, over: Future[Any] | None) -> None:
+    def go_on(over: Future[Any] | None) -> None:
         """One step. Only one future is awaited at a time, so no two threads are here at once."""
+        nonlocal awaited
         try:
-            if self.done.cancelled() or (over is not None and over.cancelled()):
-                awaited = self._steps.throw(CancelledError())
+            if done.cancelled() or (over is not None and over.cancelled()):
+                awaited = steps.throw(CancelledError())
             elif over is not None and (error := over.exception()) is not None:
-                awaited = self._steps.throw(error)
+                awaited = steps.throw(error)
             else:
-                awaited = self._steps.send(None if over is None else over.result())
-        except StopIteration as end:
-            self._end(end.value, None)
-        except BaseException as error:
-            self._end(None, error)
-        else:
-            self._awaited = awaited
-            if self.done.cancelled():  # by a thread that has seen the previous future
-                awaited.cancel()
-            awaited.add_done_callback(self.go_on)
+                awaited = steps.send(None if over is None else over.result())
+        except BaseException as end:
+            if done.set_running_or_notify_cancel():
+                done.set_result(end.value) if isinstance(end, StopIteration) else done.set_exception(end)
+            return
+        if done.cancelled():  # by a thread that has seen the previous future
+            awaited.cancel()
+        awaited.add_done_callback(go_on)
 
-    def _end(self, value: Any, error: BaseException | None) -> None:
-        if self.done.set_running_or_notify_cancel():
-            self.done.set_result(value) if error is None else self.done.set_exception(error)
+    def cancel(done: Future[T]) -> None:
+        if done.cancelled() and awaited is not None:
+            awaited.cancel()
+
+    done.add_done_callback(cancel)
+    go_on(None)
+    return done

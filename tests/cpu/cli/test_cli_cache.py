@@ -18,7 +18,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.commands import cache
-from penstock.kv.tiers.ssd.directory import make_directory
+from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.ssd.survey import inspect
 
@@ -108,7 +108,7 @@ def test_what_one_process_has_computed_the_next_reads_from_disk(generate: Callab
 def test_a_directory_that_is_in_use_is_refused(
     cached: Path, penstock: Callable, tiny: tuple[str, ...]
 ) -> None:
-    with contextlib.closing(make_directory(cached)):
+    with contextlib.closing(make_directory(cached, DiskIo())):
         for argv in (
             ("generate", "x", *tiny),
             ("cache", "inspect"),

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
-from penstock.contract import Adapter, FinishReason, Prefix, SamplingParams, TokenEvent
+from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.errors import ConfigError, EngineClosed, InvalidRequest
-from penstock.kv.blocks.key import prefix_keys
-from penstock.kv.cache import KvCache
+from penstock.errors import EngineClosed, InvalidRequest
 from penstock.models.model import ModelConfig
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
@@ -208,31 +206,6 @@ def test_an_adapter_reloaded_under_the_same_name_never_hits_stale_kv(
     make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
 ) -> None:
     check_reload(make_engine(), prompts(40), load, expected)
-
-
-@pytest.mark.parametrize("fault", ["no version", "the name for a version", "no adapter at all"])
-def test_the_reload_test_turns_red_with(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    load: Load,
-    expected: Any,
-    fault: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def prefix_of(
-        self: KvCache, tokens: list[int], salt: str = "", adapter: Adapter | None = None
-    ) -> Prefix | None:
-        kept = {"no version": "", "the name for a version": "" if adapter is None else adapter.name}
-        scope = self.scope
-        if adapter is not None and fault in kept:
-            scope = dataclasses.replace(scope, adapter="lora", adapter_version=kept[fault])
-        digest = dataclasses.replace(scope, salt=salt).digest()
-        return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
-
-    engine = make_engine()
-    monkeypatch.setattr(KvCache, "prefix_of", prefix_of)
-    with pytest.raises(AssertionError):
-        check_reload(engine, prompts(40), load, expected)
 
 
 # Holds invariant 13: no two scopes read the same.
@@ -443,17 +416,3 @@ def test_adapters_of_the_configuration_are_there_from_the_start(tmp_path: Path) 
     ]
     assert engine.adapters.root == tmp_path.resolve()
     engine.close(timeout_s=20.0)
-
-
-def test_a_configuration_that_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
-    good = str(write_random_adapter(tmp_path / "good", TINY_QWEN3, 1))
-    other = str(write_random_adapter(tmp_path / "other", TINY_LLAMA, 1))
-    for lora, said in (
-        ({"adapters": (("tiny-qwen3", good),)}, "--lora tiny-qwen3=.* is the name of the model itself"),
-        ({"adapters": (("a", str(tmp_path / "nowhere")),)}, "--lora a=.*nowhere.* is no directory"),
-        ({"adapters": (("a", other),)}, "--lora a=.* do not fit the model"),
-        ({"dir": str(tmp_path / "nowhere")}, "--lora-dir .*nowhere is no directory"),
-        ({"dir": f"{good}/adapter_config.json"}, "--lora-dir .* is no directory"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            built(**lora)

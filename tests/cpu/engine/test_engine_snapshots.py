@@ -28,6 +28,7 @@ from penstock.errors import (
     SnapshotSpace,
     SnapshotTaken,
 )
+from penstock.kv.questions import run_steps
 from penstock.models.registry import BUILT_IN
 from penstock.testing.stores import HandClock
 from tests.support.adapters import write_random_adapter
@@ -167,7 +168,7 @@ def test_what_is_being_taken_is_pinned_from_the_first_moment(
         reached.set_result(None)
         return saved
 
-    taking = engine.snapshots.begin_take_of(request(prompts(70)), tokens, save)
+    taking = run_steps(engine.snapshots.taking(request(prompts(70)), tokens, save))
     reached.result(60.0)
     fill(engine, prompts)
     saved.set_result(None)
@@ -229,8 +230,8 @@ def test_what_a_snapshot_keeps_is_what_the_disk_has(
         assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
     store: Any = engine.cache.cold_tiers["ssd"].calls.store
     key = engine.cache.prefix_of(prompts(70)).keys[2]  # type: ignore[union-attr]
-    store._index.forget(key, store._index._pool.find_each([key])[0])
-    assert engine.snapshots.find("talk").kept_tokens == 32
+    store._now.index.forget(key, store._now.index.find_each([key])[0])
+    assert engine.snapshots.begin_find("talk").result(60.0).kept_tokens == 32
 
 
 def test_blocks_that_only_the_device_has_are_saved_for_it(make_engine: Make, prompts: Prompts) -> None:
@@ -310,7 +311,7 @@ def test_a_cancel_while_it_is_continued_leaves_the_snapshot(
         engine.check()
     again = generate(engine, [*tokens, 5, 6], max_tokens=4)
     assert again.tokens == whole.tokens and again.source is not None and again.source.computed == 152 - 144
-    assert engine.snapshots.find("talk").pinned
+    assert engine.snapshots.begin_find("talk").result(60.0).pinned
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
@@ -394,8 +395,7 @@ def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
     generate(engine, prompts(70))
     settle_all(engine)
     registry, gate = engine.snapshots, threading.Event()
-    assert registry._lane is not None
-    registry._lane.submit(lambda: gate.wait(60.0) and None, label="a tier that does not answer")
+    registry._begin(lambda: gate.wait(60.0))  # a tier that does not answer
     monkeypatch.setattr("penstock.engine.snapshots.TAKE_S", 0.01)
     with pytest.raises(DeadlineExceeded):
         take(engine, request(prompts(70)))
@@ -405,7 +405,9 @@ def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
     take(engine, request(prompts(70)))
     with pytest.raises(SnapshotTaken):
         take(engine, request(prompts(70)))
-    assert engine.snapshots.find("talk").pinned, "whoever is refused a name takes nothing from whoever has it"
+    assert engine.snapshots.begin_find("talk").result(60.0).pinned, (
+        "whoever is refused a name takes nothing from whoever has it"
+    )
 
 
 @pytest.mark.parametrize("whose", ["salt", "adapter", "both"])

@@ -113,28 +113,6 @@ def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(
     save.let()
 
 
-def test_a_loop_whose_inbox_raises_ends_and_tells_everybody(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build()
-    loop = EngineLoop(engine)
-    last = threading.Event()
-    found = Collected()
-
-    def listen(event: TokenEvent) -> None:
-        found.events.append(event)
-        if event.finish is not None:
-            last.set()
-
-    engine.submit(prompts(10), SamplingParams(max_tokens=1900, temperature=0.0, ignore_eos=True), listen)
-    loop.start()
-    monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)
-    engine.cancel("somebody")
-    assert last.wait(30.0) and found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
-    loop.close(0.0)
-    assert isinstance(loop.failed(), RuntimeError) and "the device is gone" in str(engine.ended)
-
-
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")])
 def test_a_listener_that_raises_keeps_nobody_from_being_told(prompts: Prompts, error: BaseException) -> None:
     engine = build()
@@ -187,15 +165,6 @@ def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_l
         and ("the device is gone") in str(found.error)
     )
     assert len(engine.cache.saves.host.leases) == 0
-    engine.close(20.0)
-
-
-def test_a_listener_that_raises_about_an_id_in_use_disturbs_nobody(prompts: Prompts) -> None:
-    engine = build()
-    first, raising = submit(engine, prompts(10)), Raising(ValueError("mine"))
-    engine.submit(prompts(10), PARAMS, raising, request_id=first.request_id)
-    run_all(engine)
-    assert len(first.tokens) == 8 and [event.finish for event in raising.events] == [FinishReason.ERROR]
     engine.close(20.0)
 
 
@@ -264,16 +233,6 @@ def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(
     assert found.finish is FinishReason.LENGTH and loop.failed() is None
 
 
-def test_a_close_comes_round_at_its_deadline_not_later(prompts: Prompts) -> None:
-    engine = build()
-    loop = EngineLoop(engine)
-    loop._stop_by_s = 0.0
-    assert loop._patience_s() == 0.0
-    loop._stop_by_s = None
-    assert loop._patience_s() > 0.0
-    engine.close(20.0)
-
-
 @pytest.mark.parametrize("hanging", ["write", "close", "reset", "persist"])
 def test_closing_is_bounded_though_a_store_hangs(prompts: Prompts, shared: MemoryStore, hanging: str) -> None:  # noqa: F811
     engine = build(host_blocks=64, remote="memory://")
@@ -328,18 +287,6 @@ def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(
     flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
     until(engine, lambda: bool(engine._flushes))
     save.let()
-    engine.close(20.0)
-    assert failure_of(flush) is None and len(shared.blocks) == 6
-
-
-def test_a_flush_that_was_asked_for_before_the_engine_closes_is_not_forgotten(
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = build(host_blocks=64, remote="memory://")
-    generate(engine, prompts(100))
-    flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
-    soon(lambda: len(engine._inbox) == 1)
     engine.close(20.0)
     assert failure_of(flush) is None and len(shared.blocks) == 6
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent, Waits
+from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine import engine as engine_module
 from penstock.engine import loop as loop_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
 from penstock.models.progress import Progress
@@ -246,24 +245,6 @@ def test_a_loop_that_several_start_at_once_is_started_once(
         may_go_on.set()
         assert first.result(20.0) is second.result(20.0) is None
     loop.close(5.0)
-
-
-def test_a_loop_that_has_started_is_warm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of every kind have run, on the thread that runs all others, before anybody is served."""
-    threads: list[str] = []
-    launch = engine._parts.executor.launch
-
-    def noted(plan: StepPlan, *waits: Waits) -> RunningStep:
-        threads.append(threading.current_thread().name)
-        return launch(plan, *waits)
-
-    monkeypatch.setattr(engine._parts.executor, "launch", noted)
-    loop = EngineLoop(engine)
-    loop.start()
-    assert len(threads) >= 3 and set(threads) == {"engine"}
-    loop.start()
-    loop.close(5.0)
-    assert loop.failed() is None
 
 
 def test_a_loop_that_warms_up_beats_as_it_gets_further_and_is_warm_when_it_is_over(

@@ -652,8 +652,8 @@ def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_com
         scanned(server)
         store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
         keys = server.engine.cache.prefix_of(PROMPT).keys  # type: ignore[union-attr]
-        (slot,) = store._index._pool.find_each([keys[num_left]])
-        store._index.forget(keys[num_left], slot)
+        (slot,) = store._now.index.find_each([keys[num_left]])
+        store._now.index.forget(keys[num_left], slot)
         assert server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 16 * num_left
         tokens, source = ask(server, MORE, snapshot="talk")
         assert tokens == whole and source["ssd"] == 16 * num_left
@@ -733,7 +733,7 @@ def test_where_the_disk_fails_nothing_is_pinned_and_no_name_is_taken(on_disk: Ti
     store.write_manifest = write_manifest
     until(lambda: stats(server)["pinned_blocks"] == 0, "its pins are given back")
     assert all_of(server)["data"] == []
-    assert not server.engine.cache.cold_tiers["ssd"].calls.store._index._pinned._keys
+    assert not server.engine.cache.cold_tiers["ssd"].calls.store._now.index._pinned._keys
 
 
 def test_a_disk_without_room_for_a_manifest_is_used_for_blocks_all_the_same(on_disk: Tiered) -> None:

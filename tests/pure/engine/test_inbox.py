@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.inbox import Inbox
-from penstock.errors import EngineClosed
+from penstock.errors import EngineClosed, Overloaded
 
 
 class CountedBell:
@@ -183,3 +183,80 @@ def test_two_who_wake_at_the_same_moment_end_one_wait() -> None:
     inbox.wake()
     inbox.wake()
     assert inbox._bell.acquire(timeout=0.0) and not inbox._bell.acquire(timeout=0.0)
+
+
+class Before:
+    """A lock; something else happens just before somebody gets it, once."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._happens: Callable[[], object] | None = happens
+
+    def __enter__(self) -> None:
+        happens, self._happens = self._happens, None
+        if happens is not None:
+            happens()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("how", ["close", "end"])
+def test_a_submission_that_comes_a_moment_after_the_end_is_refused(how: str) -> None:
+    inbox, told = Inbox(), list[Any]()
+    inbox._lock = Before(lambda: getattr(inbox, how)("over"))  # type: ignore[assignment]
+    with pytest.raises(EngineClosed, match="over"):
+        inbox.put(lambda: told.append("ran"), fail=told.append, only_open=True)
+    assert not told and len(inbox) == 0
+
+
+def test_a_submission_that_comes_a_moment_before_the_end_fails_with_it() -> None:
+    inbox, told = Inbox(), list[Any]()
+    inbox._lock = Before(lambda: inbox.put(lambda: told.append("ran"), fail=told.append, only_open=True))  # type: ignore[assignment]
+    inbox.end("over")
+    assert (
+        [str(error) for error in told] == ["over"] and isinstance(told[0], EngineClosed) and len(inbox) == 0
+    )
+
+
+def test_other_commands_are_taken_until_the_end_and_dropped_behind_it() -> None:
+    inbox, told = Inbox(), list[Any]()
+    inbox.close("soon")
+    inbox.put(lambda: told.append("cancelled"))
+    inbox.run_all()
+    inbox._lock = Before(lambda: inbox.end("over"))  # type: ignore[assignment]
+    inbox.put(lambda: told.append("ran"), fail=told.append)
+    assert told == ["cancelled"] and len(inbox) == 0
+
+
+def test_whoever_waits_is_woken_after_a_command_is_there_and_not_before() -> None:
+    inbox, seen = Inbox(), list[int]()
+    inbox.wake = lambda: seen.append(len(inbox))  # type: ignore[method-assign]
+    inbox.put(lambda: None)
+    inbox.put(lambda: None)
+    assert seen == [1, 2]
+
+
+def test_a_call_gives_its_result_or_error_to_its_caller_and_only_overload_spares_the_engine_thread() -> None:
+    inbox, ran = Inbox(), list[int]()
+
+    def full() -> None:
+        raise Overloaded("enough")
+
+    answered, refused, broken, late = (inbox.call(work) for work in (lambda: 7, full, burst, burst))
+    cancelled = inbox.call(lambda: ran.append(1))
+    assert cancelled.cancel()
+    with pytest.raises(ZeroDivisionError):
+        inbox.run_all()
+    assert answered.result(0) == 7
+    with pytest.raises(Overloaded):
+        refused.result(0)
+    with pytest.raises(ZeroDivisionError):
+        broken.result(0)
+    inbox.end("over")
+    with pytest.raises(EngineClosed, match="over"):
+        late.result(0)
+    assert not ran
+    with pytest.raises(EngineClosed):
+        inbox.call(burst)

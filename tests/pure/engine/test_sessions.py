@@ -153,12 +153,6 @@ def test_a_session_is_known_when_its_first_request_has_ended_and_all_events_reac
     assert not world.storage.wants
 
 
-def test_a_request_without_a_session_leaves_nothing() -> None:
-    world = World()
-    world.ends("", talk(0, 3))
-    assert world.figures.known == 0
-
-
 @pytest.mark.parametrize(
     ("finish", "num_blocks"),
     [(FinishReason.STOP, 3), (FinishReason.LENGTH, 2), (FinishReason.CANCELLED, 2)],
@@ -170,12 +164,6 @@ def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(
     world = World()
     world.ends("chat", talk(0, 2), generated=[1, 2, 3, 4], finish=finish, retain_s=60)
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
-
-
-def test_a_single_token_that_fills_a_block_and_was_never_fed_back_makes_it_no_block_of_the_session() -> None:
-    world = World()
-    world.ends("chat", talk(0, 2)[:-1], generated=[1], retain_s=60)
-    assert world.storage.wants[0].prefix.keys == keys_of(talk(0, 1))
 
 
 def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
@@ -275,15 +263,6 @@ def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> No
     assert world.sessions.prefetch("one", "a") is not None
 
 
-def test_records_that_just_fill_the_bound_are_all_known() -> None:
-    world = World(known_blocks=12)
-    world.ends("a", talk(0, 6))
-    world.ends("b", talk(100, 6))
-    assert (world.figures.known_blocks, world.figures.known) == (12, 2)
-    world.ends("b", talk(100, 7))
-    assert (world.figures.known_blocks, world.figures.known) == (7, 1)
-
-
 def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
     world = World()
     prefix = Prefix(b"s" * 32, ())
@@ -315,25 +294,6 @@ def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> No
     assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
 
 
-def test_tenants_that_retain_something_are_counted_until_they_no_longer_do() -> None:
-    world = World()
-    for salt in ("a", "b"):
-        world.ends("chat", talk(0, 2), salt, retain_s=10 if salt == "a" else 60)
-    assert world.figures.retaining_tenants == 2
-    world.now_s += 20
-    world.run()
-    assert world.figures.retaining_tenants == 1
-
-
-def test_a_retention_that_ends_within_a_second_lasts_until_then() -> None:
-    world = World()
-    world.now_s += 0.5
-    world.ends("chat", talk(0, 3), retain_s=60)
-    world.now_s += 59.9
-    world.run()
-    assert world.storage.wants
-
-
 def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> None:
     world = World()
     world.ends("chat", talk(0, 3), retain_s=60)
@@ -343,18 +303,12 @@ def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> Non
     world.now_s += 50
     world.run()
     assert world.figures.retained_blocks == 5
-    world.ends("chat", talk(0, 5), retain_s=0)
-    assert not world.storage.wants
-    assert world.figures.retained_blocks == 0
-
-
-def test_a_shorter_time_than_before_counts() -> None:
-    world = World()
-    world.ends("chat", talk(0, 3), retain_s=1000)
-    world.ends("chat", talk(0, 3), retain_s=5)
+    world.ends("chat", talk(0, 5), retain_s=5)
     world.now_s += 7
     world.run()
-    assert not world.storage.wants
+    assert not world.storage.wants, "a shorter time counts"
+    world.ends("chat", talk(0, 5), retain_s=0)
+    assert world.figures.retained_blocks == 0
 
 
 def test_expiry_is_done_in_slices() -> None:
@@ -393,22 +347,6 @@ def test_over_the_bound_the_lightest_and_then_the_oldest_of_the_tenant_loses_its
     world.ends("newer", talk(400, 3), retain_s=60)
     assert keys_of(talk(100, 3)) not in [want.prefix.keys for want in world.storage.wants]
     assert (world.figures.retained_blocks, world.figures.retentions_cut) == (10, 2)
-
-
-def test_a_session_beyond_the_bound_is_not_retained_and_pushes_nothing_out() -> None:
-    world = World(retained=10)
-    world.ends("small", talk(0, 4), retain_s=60)
-    world.ends("huge", talk(100, 11), retain_s=60)
-    assert [len(want.prefix.keys) for want in world.storage.wants] == [4]
-    assert world.figures.retentions_cut == 1
-
-
-def test_a_tenant_that_floods_takes_nothing_from_one_within_its_share() -> None:
-    world = World(retained=20)
-    world.ends("mine", talk(0, 10), "modest", retain_s=60)
-    for number in range(50):
-        world.ends(f"flood {number}", talk(1000 * number, 1 + number % 10), "greedy", retain_s=1000)
-    assert keys_of(talk(0, 10), "modest") in [want.prefix.keys for want in world.storage.wants]
 
 
 @dataclass(frozen=True)
@@ -526,15 +464,6 @@ def test_what_another_session_shares_stays() -> None:
     assert world.storage.kept == {*keys_of([*system, *talk(900, 8)])}
 
 
-def test_what_was_there_before_the_session_stays() -> None:
-    world = World()
-    world.storage.kept.update(keys_of(talk(0, 5)))
-    world.ends("chat", [*talk(0, 5), *talk(500, 5)], found=5 * BLOCK)
-    world.ends("chat", [*talk(0, 5), *talk(500, 5)], found=10 * BLOCK, release=True)
-    world.run()
-    assert world.storage.kept == set(keys_of(talk(0, 5)))
-
-
 @pytest.mark.parametrize("turns", [[False, True], [True, False], [True]], ids=["then", "first", "only"])
 def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cancelled_unheard(
     turns: list[bool],
@@ -560,15 +489,6 @@ def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cance
         world.figures.known,
         world.figures.releases,
     ) == (0, 1)
-
-
-def test_what_a_session_finds_of_its_own_goes_with_it() -> None:
-    world = World()
-    world.ends("chat", talk(0, 5))
-    world.ends("chat", talk(0, 6), found=5 * BLOCK)
-    world.ends("chat", talk(0, 6), found=6 * BLOCK, release=True)
-    world.run()
-    assert not world.storage.kept
 
 
 def test_what_a_session_has_computed_goes_with_it_though_its_first_request_found_as_much_of_others() -> None:
@@ -649,15 +569,6 @@ def test_a_prefetch_finds_a_session_by_its_name_and_a_prompt_by_its_prefix() -> 
     assert (world.figures.prefetches_under_way, world.figures.prefetches_finished) == (1, 1)
 
 
-def test_a_session_can_be_prefetched_as_soon_as_its_request_has_ended() -> None:
-    world = World()
-    listener = world.sessions.follow(
-        Request("r", [1] * 8, SAMPLING, Prefix(b"s" * 32, ()), session="chat"), "", None, lambda event: None
-    )
-    listener(TokenEvent("r", finish=FinishReason.STOP))
-    assert world.sessions.prefetch("", "chat") == (0, False)
-
-
 def test_prefetches_under_way_are_bounded_and_one_tenant_leaves_places_for_others() -> None:
     world = World(prefetches=16)
     world.storage.cold.update(keys_of(talk(0, 2)))
@@ -698,32 +609,247 @@ def test_hints_that_cannot_be_honoured_are_refused(hint: dict[str, float], param
     assert refused.value.param == param
 
 
+# ------------------------------------------------------------------------------------------ looked at in turn
+
+
+def looks(world: World, num_rounds: int) -> Counter[tuple[bytes, ...]]:
+    """How often each of those retained is looked at in so many rounds."""
+    before = {want: want.num_looks for want in world.storage.wants}
+    for _ in range(num_rounds * module._LOOK_EVERY):
+        world.sessions.step()
+    return Counter({want.prefix.keys: want.num_looks - before.get(want, 0) for want in world.storage.wants})
+
+
+def test_those_retained_are_looked_at_in_turn_one_in_a_round() -> None:
+    world = World()
+    for number in range(3):
+        world.ends(str(number), talk(100 * number, 2), retain_s=60)
+    assert looks(world, 6) == {keys_of(talk(100 * number, 2)): 2 for number in range(3)}
+
+
+def test_one_that_goes_on_is_looked_at_no_more_often_than_others() -> None:
+    """Each of its requests retains it anew."""
+    world = World()
+    for _ in range(5):
+        world.ends("busy", talk(0, 2), retain_s=60)
+    world.ends("quiet", talk(100, 2), retain_s=60)
+    assert looks(world, 6) == {keys_of(talk(0, 2)): 3, keys_of(talk(100, 2)): 3}
+
+
+@pytest.mark.parametrize("num_rounds", [0, 2], ids=["before its turn", "after its turn"])
+def test_one_whose_time_was_over_and_that_came_back_is_looked_at_again(num_rounds: int) -> None:
+    world = World()
+    world.ends("chat", talk(0, 2), retain_s=5)
+    world.now_s += 7
+    world.run()
+    assert not world.storage.wants
+    looks(world, num_rounds)
+    world.ends("chat", talk(0, 2), retain_s=60)
+    assert looks(world, 4)[keys_of(talk(0, 2))] >= 3, "its first look may have gone to what it was"
+
+
+# -------------------------------------------------------------------------------------- what was there before
+
+
 @pytest.mark.parametrize(
-    "hint", [{"retain_s": 0.0}, {"retain_s": 86_400.0}, {"retain_s": 0.0, "release": True}]
+    ("source", "num_left"),
+    [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0)],
 )
-def test_hints_at_the_edge_are_taken_as_they_are(hint: dict[str, float]) -> None:
-    """No longer, and no more at all, is no contradiction."""
-    made = CacheHint(**hint)
-    assert {name: getattr(made, name) for name in hint} == hint
+def test_what_a_session_found_in_memory_is_not_its_own_to_release(
+    source: dict[str, int], num_left: int
+) -> None:
+    """What came from a disk came for it."""
+    world = World()
+    tokens = talk(0, 5)
+    prefix = Prefix(b"-" * 32, keys_of(tokens))
+    request = Request("r", tokens, SAMPLING, prefix, session="chat")
+    listener = world.sessions.follow(request, "", module.CacheHint(release=True), lambda event: None)
+    listener(TokenEvent("r", source=KvSource(**source, computed=20 - sum(source.values()))))
+    listener(TokenEvent("r", finish=FinishReason.STOP))
+    world.storage.kept.update(prefix.keys)
+    world.run()
+    assert world.storage.kept == set(prefix.keys[:num_left])
 
 
-def test_the_largest_is_found_whatever_changes() -> None:
-    """The heap against a plain maximum."""
+def test_a_request_whose_kv_is_not_shared_leaves_nothing() -> None:
+    world = World()
+    heard: list[TokenEvent] = []
+    request = Request("r", talk(0, 3), SAMPLING, None, session="chat")
+    listener = world.sessions.follow(request, "", module.CacheHint(retain_s=60.0), heard.append)
+    listener(TokenEvent("r", (1, 2), finish=FinishReason.LENGTH))
+    world.ends("", talk(0, 3))  # nor one without a session
+    world.run()
+    assert len(heard) == 1 and not world.storage.wants
+    assert (world.figures.known, world.figures.tenants) == (0, 0)
 
-    @settings(max_examples=200, deadline=None)
-    @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=80))
-    def check(changes: list[tuple[int, int]]) -> None:
-        largest, tenants, nums = (
-            module._Largest(),
-            [module._Tenant(bytes([n])) for n in range(13)],
-            dict.fromkeys(range(13), 0),
+
+def test_a_retention_of_exactly_the_bound_is_kept_whole_and_a_longer_one_pushes_nothing_out() -> None:
+    world = World(retained=10)
+    world.ends("small", talk(0, 4), retain_s=60)
+    world.ends("huge", talk(100, 11), retain_s=60)
+    assert [len(want.prefix.keys) for want in world.storage.wants] == [4]
+    assert world.figures.retentions_cut == 1
+    world = World(retained=10)
+    world.ends("none", [1, 2], retain_s=60)
+    world.ends("all", talk(0, 10), retain_s=60)
+    assert (world.figures.retained_blocks, world.figures.retentions_cut) == (10, 0)
+    world.ends("one more", talk(100, 1), retain_s=60)
+    assert (world.figures.retained_blocks, world.figures.retentions_cut) == (1, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+def test_after_a_close_nothing_is_forgotten_released_or_taken_in() -> None:
+    world = World()
+    world.storage.save = Under()
+    world.ends("released", talk(0, 3), release=True)  # waits for the save
+    late = world.sessions.follow(
+        Request("r", talk(50, 2), SAMPLING, Prefix(b"-" * 32, ()), session="late"),
+        "",
+        None,
+        lambda event: None,
+    )
+    late(TokenEvent("r", finish=FinishReason.STOP))
+    world.sessions.close()
+    world.storage.save.settled = True
+    assert not world.sessions.step()
+    assert len(world.storage.kept) == 3 and world.figures.known == world.figures.released_blocks == 0
+    world.sessions.close()
+
+
+def test_a_release_that_waits_is_nothing_that_is_due() -> None:
+    """A loop that was told so would turn for as long as the save takes."""
+    world = World()
+    world.storage.save = Under()
+    world.ends("chat", talk(0, 6), release=True)
+    assert not world.sessions.step()
+    world.storage.save.settled = True
+    assert world.sessions.step(), "the next slice, though it has nothing left"
+    assert not world.sessions.step() and not world.storage.kept
+
+
+# ------------------------------------------------------------------------------------------------- prefetches
+
+
+class Owned(Storage):
+    """Says for whom blocks are brought up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: list[str] = []
+
+    def prefetch(self, prefix: Prefix, owner: str) -> Under | None:
+        self.owners.append(owner)
+        return super().prefetch(prefix, owner)
+
+
+def test_two_prefetches_have_two_owners_and_one_that_finds_nothing_leaves_no_tenant() -> None:
+    world = World(prefetches=8)
+    world.storage = storage = Owned()
+    world.sessions = module.Sessions(storage, module.SessionLimits(100, prefetches=4), lambda: world.now_s)
+    storage.cold.update(keys_of(talk(0, 2)))
+    assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(900, 2)))) == (0, False)
+    assert world.figures.tenants == 0
+    assert world.sessions.prefetch("a", Prefix(b"", ())) == (0, False) and len(storage.owners) == 1, (
+        "there is nothing to ask for"
+    )
+    for _ in range(2):
+        assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
+    assert len(set(storage.owners[-2:])) == 2
+    with pytest.raises(Overloaded, match="2 prefetches of this tenant run, 2 in all"):
+        world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2))))
+    assert world.sessions.prefetch("b", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
+    assert (world.figures.tenants, world.figures.prefetches_refused, world.figures.prefetches_under_way) == (
+        2,
+        1,
+        3,
+    )
+    storage.fetches[0].settled = storage.fetches[2].settled = True
+    world.run()
+    assert (world.figures.tenants, world.figures.prefetches_under_way, world.figures.prefetches_finished) == (
+        1,
+        1,
+        2,
+    )
+
+
+def test_a_tenant_with_a_prefetch_under_way_is_kept_when_its_last_session_goes() -> None:
+    """Else the place that it has would never be its own again."""
+    world = World(prefetches=4)
+    world.ends("chat", talk(0, 2), "a")
+    world.storage.cold.update(keys_of(talk(0, 2), "a"))
+    assert world.sessions.prefetch("a", "chat") == (2, True)
+    world.ends("chat", talk(0, 2), "a", release=True)
+    assert (world.figures.known, world.figures.tenants) == (0, 1)
+    world.storage.fetches[0].settled = True
+    world.run()
+    assert world.figures.tenants == 0
+
+
+def test_all_ends_are_taken_in_before_a_session_is_looked_up() -> None:
+    world = World()
+    for number in range(3 * module._ENDS_AT_ONCE):
+        request = Request(str(number), [1] * BLOCK, SAMPLING, Prefix(b"s" * 32, ()), session=str(number))
+        world.sessions.follow(request, "", None, lambda event: None)(
+            TokenEvent("x", finish=FinishReason.STOP)
         )
-        for tenant, num in changes:
-            largest.note(tenants[tenant], num)
-            nums[tenant] = num
-            present = {n for n, num in nums.items() if num}
-            assert len(largest) == len(present)
-            if present:
-                assert nums[largest.first().id[0]] == max(nums.values())
+    assert world.sessions.prefetch("", str(3 * module._ENDS_AT_ONCE - 1)) == (0, False)
 
-    check()
+
+def test_figures_name_every_count() -> None:
+    """Each of them another number, so that no two can be mixed up."""
+    world = World(retained=30, prefetches=32)
+    for number in range(7):
+        world.ends(f"known {number}", talk(1000 * number, 2), f"t{number % 4}")
+    for number in range(2):
+        world.ends(f"kept {number}", talk(20_000 + 100 * number, 5 + number), "t0", retain_s=60)
+    world.ends("huge", talk(30_000, 31), "t1", retain_s=60)
+    for number in range(3):
+        world.ends(f"gone {number}", talk(40_000 + 100 * number, 4), "t2", release=True)
+    world.run()
+    world.storage.cold.update(keys_of(talk(0, 2)))
+    wanted: Sequence[bytes] = keys_of(talk(0, 2))
+    refused = 0
+    for _ in range(20):
+        try:
+            world.sessions.prefetch("t3", Prefix(b"", wanted))
+        except Overloaded:
+            refused += 1
+    for fetch in world.storage.fetches[:6]:
+        fetch.settled = True
+    world.run()
+    assert world.figures == module.SessionFigures(
+        known=10,
+        known_blocks=7 * 2 + 5 + 6 + 31,
+        tenants=4,
+        retained=2,
+        retained_blocks=11,
+        retained_blocks_max=30,
+        retaining_tenants=1,
+        retentions_cut=1,
+        releases=3,
+        released_blocks=12,
+        prefetches_under_way=10,
+        prefetches_started=16,
+        prefetches_finished=6,
+        prefetches_refused=refused,
+    )
+    assert refused == 4
+
+
+def test_a_want_is_ended_before_another_takes_its_place() -> None:
+    """Both at once would count the blocks of one session twice."""
+    world = World()
+    most: list[int] = []
+    retain = world.storage.retain
+
+    def counted(prefix: Prefix, rank: float) -> Wanted:
+        made = retain(prefix, rank)
+        most.append(len(world.storage.wants))
+        return made
+
+    world.storage.retain = counted  # type: ignore[method-assign]
+    for num in range(1, 4):
+        world.ends("chat", talk(0, num), retain_s=60)
+    assert most == [1, 1, 1]

@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import EngineClosed, Overloaded
+from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
 from penstock.kv.questions import Questions, run_steps
-from penstock.lanes.cpu import CpuLane
 
 
 class Busy:
     """A lane that is at something until it is let go."""
 
     def __init__(self) -> None:
-        self.lane = CpuLane("asked")
         self.go_on = threading.Event()
-        self.lane.submit(lambda: self.go_on.wait(60.0) and None, label="busy")
-        self.questions = Questions(self.lane, most=2)
+        self.questions = Questions("snapshots", most=2)
+        self.questions.run(lambda: self.go_on.wait(60.0) and None)
         self.done: list[str] = []
 
     def ask(self, name: str, **options: Any) -> Future[str]:
@@ -37,7 +35,7 @@ def busy() -> Iterator[Busy]:
     made = Busy()
     yield made
     made.go_on.set()
-    made.lane.close(60.0)
+    made.questions.close(60.0)
 
 
 def test_questions_are_answered_in_order_and_one_more_than_may_wait_is_refused(busy: Busy) -> None:
@@ -69,7 +67,7 @@ def test_equal_ones_share_an_answer_and_are_done_while_one_of_them_waits(busy: B
     asked[3].cancel()
     busy.go_on.set()
     assert [one.result(60.0) for one in asked[1:3]] == ["a", "a"]
-    busy.lane.drain(60.0)
+    busy.questions.close(60.0)
     assert busy.done == ["a"]
 
 
@@ -84,14 +82,15 @@ def test_what_a_question_raises_is_the_answer_and_the_next_is_answered(busy: Bus
 
 def test_those_that_wait_are_told_when_it_closes(busy: Busy) -> None:
     asked = [busy.ask("a"), busy.ask("b")]
-    busy.questions.close()
+    with pytest.raises(DeadlineExceeded):
+        busy.questions.close(0.0)
     for one in asked:
         with pytest.raises(EngineClosed):
             one.result(60.0)
     with pytest.raises(EngineClosed):
         busy.ask("c")
     busy.go_on.set()
-    busy.lane.drain(60.0)
+    busy.questions.close(60.0)
     assert busy.done == []
 
 

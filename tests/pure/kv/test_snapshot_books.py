@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -25,6 +24,7 @@ from penstock.errors import (
 )
 from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
+from penstock.kv.questions import run_steps
 from penstock.kv.snapshots import Snapshots
 from penstock.kv.tiers.manifest import snapshot_id, unpack
 from penstock.kv.tiers.store import Written
@@ -46,7 +46,7 @@ def take_of(
         reached.set_result(None)
         return saved
 
-    taking = registry.begin_take_of(asked, tokens, save)
+    taking = run_steps(registry.taking(asked, tokens, save))
     wait([reached, taking], 60.0, FIRST_COMPLETED)
     if reached.done():
         try:
@@ -101,6 +101,9 @@ class Machine:
         return take_of(
             self.registry, SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None
         )
+
+    def find(self, name: str) -> Snapshot:
+        return self.registry.begin_find(name).result(60.0)
 
     def heal(self) -> None:
         """Its stores answer, and it looks."""
@@ -175,26 +178,6 @@ def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
     assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
 
 
-def test_each_is_let_go_when_its_own_time_is_over(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    """Whichever was taken before or after it, and at the very moment."""
-    here, _ = machines
-    for name, ttl_s, tokens in (
-        ("b", 50.0, TALK[: 2 * BLOCK]),
-        ("c", None, TALK[: 3 * BLOCK]),
-        ("a", 20.0, TALK[: 4 * BLOCK]),
-    ):
-        here.take(name, tokens, ttl_s=ttl_s)
-    here.take("d", TALK[: 5 * BLOCK], ttl_s=80.0)
-    for seconds, left in ((19.9, "abcd"), (0.1, "bcd"), (29.9, "bcd"), (0.2, "cd"), (30.0, "c"), (1e9, "c")):
-        clock.advance(seconds)
-        here.step()
-        assert {unpack(data).name for data in here.on_disk.values()} == set(left)
-        assert here.registry.figures().known == len(left)
-    assert here.num_pinned == 3 and here.registry.figures().expired == 3
-
-
 def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]) -> None:
     """Also while it is being saved, and nobody else knows of it."""
     here, _ = machines
@@ -205,12 +188,10 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
             here.take("talk", TALK[: 2 * BLOCK])
         seen.append(found.type)
         with pytest.raises(SnapshotMissing):
-            here.registry.find("talk", "")
+            here.find("talk")
 
     take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, again)
-    assert (
-        seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
-    )
+    assert seen == [SnapshotTaken] and here.find("talk").num_blocks == 10 and here.num_pinned == 10
 
 
 class Stop(BaseException):
@@ -260,7 +241,7 @@ def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(
     here.rig.stores["remote"].on_call = look
     if state == "waiting":
         before = here.registry._begin(lambda: (reached.set(), go_on.wait(60.0)))
-    taking = here.registry.begin_take_of(SnapshotRequest("talk", prompt=b"-"), TALK, save)
+    taking = run_steps(here.registry.taking(SnapshotRequest("talk", prompt=b"-"), TALK, save))
     assert reached.wait(60.0) and taking.cancel()
     if state == "waiting":
         assert here.registry.figures().waiting == 0 and not before.done(), (
@@ -325,18 +306,6 @@ def test_what_is_pinned_is_counted_once_and_up_to_the_very_bound(machines: tuple
     assert here.num_pinned == 0
 
 
-def test_their_number_is_bounded(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
-    here, _ = machines
-    monkeypatch.setattr(module, "MAX_SNAPSHOTS", 2)
-    here.take("a")
-    here.take("b")
-    with pytest.raises(SnapshotSpace, match="2 snapshots already"):
-        here.take("c")
-    here.registry.delete("a", "")
-    here.take("c")
-    assert here.registry.figures().refused == 1
-
-
 def test_those_that_are_being_taken_count(
     machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +329,10 @@ def test_a_damaged_one_keeps_its_name_until_it_is_deleted(machines: tuple[Machin
     del here.shared[id]
     here.restart()
     assert here.registry.figures().damaged == 1 and here.num_pinned == 0
-    for refused in (lambda: here.registry.find("talk", ""), lambda: here.registry.open("talk", "", None)):
+    for refused in (
+        lambda: here.find("talk"),
+        lambda: here.registry.open("talk", "", None),
+    ):
         with pytest.raises(SnapshotRefused, match="truncated"):
             refused()
     with pytest.raises(SnapshotTaken):
@@ -382,7 +354,7 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
     here.shared[id] = here.shared[id][:-1]
     assert names(here) == ["whole"]
     with pytest.raises(SnapshotRefused, match="truncated"):
-        here.registry.find("broken", "")
+        here.find("broken")
     with pytest.raises(SnapshotTaken):
         here.take("broken")
     with pytest.raises(SnapshotMissing):
@@ -391,25 +363,6 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
     assert id not in here.shared and here.registry.figures().deleted == 1
     here.take("broken")
     assert sorted(names(here)) == ["broken", "whole"]
-
-
-def test_those_whose_time_is_over_are_let_go_though_a_store_is_away(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    """All of them, and the next ones when theirs is: what stays in the store is told."""
-    here, _ = machines
-    here.take("first", ttl_s=10.0)
-    here.take("second", (TALK + 50)[: 2 * BLOCK], ttl_s=10.0)
-    here.take("third", TALK[:BLOCK], ttl_s=20.0)
-    here.rig.stores["remote"].raises = StoreFailed("away")
-    clock.advance(10.0)
-    here.step()
-    assert (here.registry.figures().known, here.registry.figures().expired, here.num_pinned) == (1, 2, 1)
-    clock.advance(10.0)
-    here.step()
-    assert (here.registry.figures().known, here.registry.figures().expired, here.num_pinned) == (0, 3, 0)
-    assert not here.on_disk and len(here.shared) == 3
-    here.heal()
 
 
 @pytest.mark.parametrize("call", ["manifests", "read_manifest"])
@@ -431,7 +384,7 @@ def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewher
         here.restart()
     figures = here.registry.figures()
     assert (figures.known, figures.damaged, figures.pinned_blocks) == (0, int(call == "read_manifest"), 0)
-    assert here.registry.find("shared", "").tiers == ("remote",)
+    assert here.find("shared").tiers == ("remote",)
     here.take("new")
     assert here.num_pinned == 10 and "new" in names(here)
     here.heal()
@@ -461,42 +414,20 @@ def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     here.restart()
     for name in ("one", "two"):
         with pytest.raises(StoreFailed, match=f"snapshot '{name}' cannot be read"):
-            here.registry.find(name, "")
+            here.registry.begin_find(name, "").result(60.0)
     assert here.registry.all("").is_complete == (call == "read_manifest")
     here.clock.advance(1.0)
     with pytest.raises(StoreFailed if call == "manifests" else SnapshotTaken):
         here.take("one")  # which leaves what the disk has under that name
     here.heal()
     for name in ("one", "two"):
-        found = here.registry.find(name, "")
+        found = here.registry.begin_find(name, "").result(60.0)
         assert found.tiers == ("ssd",) and found.pinned and found.kept_tokens == 10 * BLOCK
     assert sorted(names(here)) == ["one", "two"] and here.num_pinned == 10
     figures = here.registry.figures()
     assert (figures.known, figures.damaged) == (2, 0)
     with pytest.raises(SnapshotTaken):
         here.take("one")
-
-
-def test_one_that_the_disk_gave_out_late_is_let_go_when_its_time_is_over(
-    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, _ = machines
-    here.failing.add("remote")
-    here.take("talk", ttl_s=100.0)
-    read, times = MemoryStore.read_manifest, iter([True])
-
-    def failing(store: MemoryStore, id: str) -> bytes | None:
-        if store.name == "ssd" and next(times, False):
-            raise StoreFailed("the disk is away")
-        return read(store, id)
-
-    monkeypatch.setattr(MemoryStore, "read_manifest", failing)
-    here.restart()
-    here.heal()
-    assert here.registry.find("talk").pinned and here.num_pinned == 10
-    clock.advance(100.0)
-    here.step()
-    assert here.num_pinned == 0 and not here.on_disk and here.registry.figures().expired == 1
 
 
 def test_one_that_the_disk_never_gives_out_can_be_deleted(
@@ -515,7 +446,7 @@ def test_one_that_the_disk_never_gives_out_can_be_deleted(
     monkeypatch.setattr(MemoryStore, "read_manifest", failing)
     here.restart()
     with pytest.raises(StoreFailed, match="it cannot be read"):
-        here.registry.find("one", "")
+        here.find("one")
     here.heal()
     with pytest.raises(SnapshotMissing):
         here.registry.delete("two", "")
@@ -554,7 +485,7 @@ def test_time_that_passed_between_two_lives_counts(
     clock.advance(20.0)
     monkeypatch.setattr(module, "PINNED_SHARE", 10 / NUM_HOST)
     here.restart()
-    assert names(here) == ["long"] and here.registry.find("long", "").pinned and here.num_pinned == 2
+    assert names(here) == ["long"] and here.find("long").pinned and here.num_pinned == 2
     clock.advance(80.0)
     here.step()
     assert names(here) == [] and not here.on_disk
@@ -581,16 +512,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_pinned(
     assert names(here) == [] and here.num_pinned == 0 and not here.told
 
 
-def test_one_may_be_of_use_for_less_than_a_second(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, _ = machines
-    here.take("talk", ttl_s=0.5)
-    assert names(here) == ["talk"]
-    clock.advance(0.5)
-    assert names(here) == []
-
-
 def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -599,44 +520,13 @@ def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
     here.take("talk", ttl_s=5.0)
     asked: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(here.registry._lane, "submit", lambda work, label: asked.append(label))
+        patch.setattr(here.registry._questions, "run", lambda work: asked.append(work.__name__))
         here.registry.step()
         assert not asked
         clock.advance(5.0)
         for _ in range(3):
             here.registry.step()
-    assert asked == ["expire snapshots"]
-
-
-def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    there.take("talk", ttl_s=5.0)
-    clock.advance(4.9)
-    with pytest.raises(SnapshotTaken):
-        here.take("talk")
-    clock.advance(0.1)
-    assert names(here) == [] and here.shared, "the other engine has not come round"
-    here.take("talk")
-    there.step()
-    here.restart()
-    assert names(here) == names(there) == ["talk"] and len(here.shared) == 1, "what it lets go is its own"
-    assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
-
-
-def test_one_that_has_expired_here_keeps_its_name_from_nobody(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    here.take("talk", ttl_s=5.0)
-    here.take("other", ttl_s=5.0)
-    clock.advance(5.0)
-    here.take("talk")  # its engine has not come round
-    assert names(here) == ["talk"]
-    clock.advance(1.0)
-    there.take("other")
-    assert names(here) == names(there) == ["talk", "other"]
+    assert asked == ["expire"]
 
 
 def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
@@ -646,17 +536,7 @@ def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) 
     assert prefix is not None
     for store in here.rig.stores.values():
         store.lose(*prefix.keys[6:])
-    assert here.registry.find("talk", "").kept_tokens == 6 * BLOCK
-
-
-def test_one_whose_time_is_over_hides_none_of_the_same_name_that_another_engine_has_taken(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    here.take("talk", ttl_s=5.0)
-    clock.advance(5.0)
-    there.take("talk")
-    assert names(here) == ["talk"]
+    assert here.find("talk").kept_tokens == 6 * BLOCK
 
 
 def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_keep_their_names(
@@ -715,7 +595,7 @@ def test_a_name_that_another_engine_takes_meanwhile_is_its_own(
 
     with pytest.raises(SnapshotTaken):
         take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, meanwhile)
-    assert here.registry.find("talk", "").num_blocks == 2 and names(here) == names(there) == ["talk"]
+    assert here.find("talk").num_blocks == 2 and names(here) == names(there) == ["talk"]
     assert here.num_pinned == 0 and not here.on_disk
 
 
@@ -738,7 +618,7 @@ def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
     store.on_call = look
     with pytest.raises(SnapshotTaken):
         here.take("talk")
-    assert here.registry.find("talk", "").num_blocks == there.registry.find("talk", "").num_blocks == 2
+    assert here.find("talk").num_blocks == there.find("talk").num_blocks == 2
     assert here.num_pinned == 0 and not here.on_disk and there.num_pinned == 2
 
 
@@ -759,7 +639,7 @@ def test_one_whose_time_is_over_is_removed_only_while_it_is_there(
 
     store.on_call = look
     here.step()
-    assert names(here) == names(there) == ["talk"] and here.registry.find("talk", "").num_blocks == 2
+    assert names(here) == names(there) == ["talk"] and here.find("talk").num_blocks == 2
 
 
 def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
@@ -779,16 +659,6 @@ def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
     here.on_disk.clear()
 
 
-def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    there.take("talk", ttl_s=5.0)
-    clock.advance(5.0)
-    here.take("talk", TALK[: 2 * BLOCK])
-    assert there.registry.find("talk", "").num_blocks == 2, "before its engine has come round"
-
-
 def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:
     here, _ = machines
     here.take("talk", TALK[: 3 * BLOCK + 1], num_tokens=2 * BLOCK + 1, messages="[]")
@@ -802,34 +672,6 @@ def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, M
     with pytest.raises(SnapshotMissing):
         here.registry.open("talk", "b", None)
     assert here.registry.figures().continued == 1 and here.num_pinned == 2
-
-
-class OfOneThread(Counter[str]):
-    """Notes who changes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: set[str] = set()
-
-    def __setitem__(self, key: str, value: int) -> None:
-        self.threads.add(threading.current_thread().name)
-        super().__setitem__(key, value)
-
-
-def test_the_books_are_kept_by_the_lane_alone(machines: tuple[Machine, Machine], clock: HandClock) -> None:
-    """They have no lock: two threads that count at once would lose one."""
-    here, _ = machines
-    books = here.registry._counts = OfOneThread()
-    here.take("talk", ttl_s=5.0)
-    here.registry.open("talk", "", None)
-    with pytest.raises(SnapshotSpace):
-        here.take("large", TALK + 50)
-    clock.advance(6.0)
-    here.step()
-    here.take("talk")
-    here.registry.delete("talk", "")
-    assert dict(books) == {"taken": 2, "continued": 1, "refused": 1, "expired": 1, "deleted": 1}
-    assert len(books.threads) == 1 and threading.current_thread().name not in books.threads
 
 
 # ----------------------------------------------------------------------------------------------- in any order

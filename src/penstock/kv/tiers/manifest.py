@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -127,11 +127,9 @@ def _differences(manifest: Manifest, scope: Scope) -> str:
 
 
 def _shown(value: str | None) -> str:
-    return (
-        "unknown"
-        if value is None
-        else (value if len(value) <= 2 * _SHOWN else value[:_SHOWN] + "...") or "none"
-    )
+    if value is None:
+        return "unknown"
+    return (value if len(value) <= 2 * _SHOWN else f"{value[:_SHOWN]}...") or "none"
 
 
 # ----------------------------------------------------------------------------------------------------- format
@@ -182,22 +180,22 @@ def unpack(data: bytes) -> Manifest:
     return made
 
 
+_FACTS: dict[str, Callable[[Any], Any]] = {
+    "name": str,
+    "tenant": bytes.fromhex,
+    "space": bytes.fromhex,
+    "scope": bytes.fromhex,
+    "made_with": lambda words: {str(name): str(value) for name, value in words.items()},
+    "block_tokens": int,
+    "created_s": float,
+    "expires_s": lambda seconds: None if seconds is None else float(seconds),
+    "adapter": str,
+}
+
+
 def _made(facts: dict[str, Any], keys: bytes, tokens: bytes, messages: str) -> Manifest:
-    expires = facts["expires_s"]
-    made = Manifest(
-        name=str(facts["name"]),
-        tenant=bytes.fromhex(facts["tenant"]),
-        space=bytes.fromhex(facts["space"]),
-        scope=bytes.fromhex(facts["scope"]),
-        made_with={str(name): str(value) for name, value in facts["made_with"].items()},
-        block_tokens=int(facts["block_tokens"]),
-        tokens=tokens,
-        keys=keys,
-        created_s=float(facts["created_s"]),
-        expires_s=None if expires is None else float(expires),
-        adapter=str(facts["adapter"]),
-        messages=messages,
-    )
+    read = {name: of(facts[name]) for name, of in _FACTS.items()}
+    made = Manifest(**read, tokens=tokens, keys=keys, messages=messages)
     sizes = (
         len(made.tenant),
         len(made.space),

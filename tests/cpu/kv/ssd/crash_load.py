@@ -151,7 +151,7 @@ class Found:
 
     def __init__(self, store: SsdStore, num_bytes: int) -> None:
         assert store.wait_scanned(WAIT_S)
-        keys = store._index._pool.keys()
+        keys = store._now.index._pool.keys()
         self.outcomes: dict[bytes, Outcome] = {}
         for first in range(0, len(keys), BATCH):
             batch = keys[first : first + BATCH]

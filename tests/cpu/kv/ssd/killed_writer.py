@@ -2,11 +2,11 @@
 a process without threads can fork a writer in a millisecond. Owns the killing; the load and the promise are
 `crash_load`'s.
 
-    python killed_writer.py FOLDER SEED KILLS [FAULT]
+    python killed_writer.py FOLDER SEED KILLS
 
-Ends with an error at the first wrong byte, and at the first block that was persisted and is not there. FAULT
-names what is broken on purpose. Every other writer goes through the system's file cache and page by page, so
-that a kill cuts its blocks at any page.
+Ends with an error at the first wrong byte, and at the first block that was persisted and is not there.
+Every other writer goes through the system's file cache and page by page, so that a kill cuts its blocks at
+any page.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import random
 import signal
 import struct
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
-from penstock.kv.tiers.store import Outcome, Space
-from tests.cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, payload_of
+from penstock.kv.tiers.store import Space
+from tests.cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load
 from tests.cpu.kv.ssd.ssd_rig import abandon, max_bytes_for
 
 BLOCK_BYTES = 120_000  # large enough to be cut in the middle
@@ -51,37 +49,13 @@ def open_store(path: Path, io: DiskIo) -> SsdStore:
     return open_ssd(path, max_bytes_for(NUM_SLOTS, BLOCK_BYTES), SPACE, "lru", io)
 
 
-def say_done_before_it_is() -> None:
-    """What a thread writes is written when it writes the next time, and until then it is shown what it would
-    have read."""
-    write, waiting = SsdStore.write, threading.local()
-
-    def later(store: SsdStore, *given: Any) -> list[Outcome]:
-        if hasattr(waiting, "given"):
-            write(store, *waiting.given)
-        waiting.given = given
-        return [Outcome.DONE] * len(given[0])
-
-    def read(store: SsdStore, keys: list[bytes], into: list[memoryview]) -> list[Outcome]:
-        for key, view in zip(keys, into, strict=True):
-            view[:] = payload_of(key, len(view))
-        return [Outcome.DONE] * len(keys)
-
-    SsdStore.write, SsdStore.read = later, read  # type: ignore[assignment,method-assign]
-
-
-FAULTS = {"say done before it is": say_done_before_it_is}
-
-
-def killed(path: Path, rng: random.Random, io: DiskIo, fault: str) -> Heard:
+def killed(path: Path, rng: random.Random, io: DiskIo) -> Heard:
     """One writer's life, and what it has said."""
     hearing, telling = os.pipe()
     seed, num_told, longer_s = rng.getrandbits(31), rng.randrange(MOST_TOLD + 1), rng.random() * LONGEST_S
     pid = os.fork()
     if pid == 0:
         try:
-            if fault:
-                FAULTS[fault]()
             load = Load(
                 open_store(path, io),
                 BLOCK_BYTES,
@@ -107,21 +81,16 @@ def killed(path: Path, rng: random.Random, io: DiskIo, fault: str) -> Heard:
 
 
 def main() -> None:
-    path, rng, num_kills, fault = (
-        Path(sys.argv[1]),
-        random.Random(int(sys.argv[2])),
-        int(sys.argv[3]),
-        "".join(sys.argv[4:]),
-    )
+    path, rng, num_kills = Path(sys.argv[1]), random.Random(int(sys.argv[2])), int(sys.argv[3])
     counts = {"kills": num_kills, "good": 0, "torn": 0, "required": 0, "full": 0}
     for number in range(num_kills):
         io = ShortDisk() if number % 2 else DiskIo()
-        heard = killed(path, rng, io, fault)
+        heard = killed(path, rng, io)
         store = open_store(path, io)
         found = Found(store, BLOCK_BYTES)
         lost = found.lost(heard.required)
         assert not lost, f"kill {number}: persisted and lost: {lost}"
-        store._index.check()
+        store._now.index.check()
         abandon(store)  # whoever looks makes nothing safer than it was
         counts["good"] += found.num_good
         counts["torn"] += found.num_torn

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import shake_128
 from pathlib import Path
+from typing import Any
 
 from penstock.config import EvictionName
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, DiskIo
@@ -90,50 +91,52 @@ def until(condition: Callable[[], bool]) -> None:
 
 def abandon(store: SsdStore) -> None:
     """What a killed process leaves: nothing is synced, the system closes descriptors and unlocks."""
-    store._scan.close()
-    store._segments.close()
-    store._directory.close()
+    store._now.scan.close()
+    store._now.segments.close()
+    store._now.directory.close()
     store._is_open, store._closed = False, True
 
 
-class FailingDisk(DiskIo):
-    """Calls named in `errors` fail with that number of error while `num_left` lasts (negative: always)."""
+def fails(number: int, times: int = -1) -> Callable[..., None]:
+    """A hook: the call fails with that error, so many times (negative: always)."""
+    left = [times]
 
-    def __init__(self) -> None:
-        self.errors: dict[str, int] = {}
-        self.num_left = -1
-        self.num_calls = 0
+    def fail(*args: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
 
-    def _meet(self, name: str) -> None:
-        if name in self.errors and self.num_left != 0:
-            self.num_left -= 1
-            self.num_calls += 1
-            raise OSError(self.errors[name], os.strerror(self.errors[name]))
+    return fail
 
-    def open(self, path: Path, flags: int, dir_fd: int) -> int:
-        if flags & os.O_DIRECT:
-            self._meet("open_direct")
-        return super().open(path, flags, dir_fd)
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._meet("pwritev")
-        return super().pwritev(fd, buffers, offset)
+class HookedDisk(DiskIo):
+    """A hook gets what its system call gets. It may raise, or wait; anything but None and False is the answer
+    in place of the system's."""
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._meet("preadv")
-        return super().preadv(fd, buffers, offset)
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        self.hooks = hooks
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.number_of: dict[int, int] = {}  # of the file, by descriptor
 
-    def fallocate(self, fd: int, num_bytes: int) -> None:
-        self._meet("fallocate")
-        super().fallocate(fd, num_bytes)
+    def count(self, name: str) -> int:
+        return [called for called, _ in self.calls].count(name)
 
-    def fdatasync(self, fd: int) -> None:
-        self._meet("fdatasync")
-        super().fdatasync(fd)
 
-    def fsync(self, fd: int) -> None:
-        self._meet("fsync")
-        super().fsync(fd)
+def _hooked(name: str) -> Callable[..., Any]:
+    def call(self: HookedDisk, *args: Any) -> Any:
+        self.calls.append((name, args))
+        answer = self.hooks[name](*args) if name in self.hooks else None
+        if answer is None or answer is False:
+            answer = getattr(super(HookedDisk, self), name)(*args)
+        if name == "open" and args[0].suffix == ".kv":
+            self.number_of[answer] = int(args[0].stem[-6:])
+        return answer
+
+    return call
+
+
+for _name in ("open", "close", "unlink", "fallocate", "pwritev", "preadv", "fdatasync", "fsync", "rename"):
+    setattr(HookedDisk, _name, _hooked(_name))
 
 
 class GatedDisk(DiskIo):

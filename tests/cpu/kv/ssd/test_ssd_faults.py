@@ -1,30 +1,36 @@
 """Every error path of the SSD store, met by a fault: what was begun is undone, no descriptor and no lock
-stays behind, and the next call works."""
+stays behind, one bad block is told from a bad disk, and the next call works."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
-from penstock.kv.tiers.ssd.index import Claim, SlotIndex
+from penstock.kv.tiers.ssd.directory import FULL, SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.segments import Segments, slot_bytes
+from penstock.kv.tiers.ssd.store import _GONE, _STRIKES, SsdStore
 from penstock.kv.tiers.ssd.survey import inspect, verify
 from penstock.kv.tiers.store import Outcome, Space
+from penstock.testing.stores import HandClock
 from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
     WAIT_S,
-    FailingDisk,
+    HookedDisk,
     abandon,
+    fails,
     max_bytes_for,
     num_bytes_in,
     open_at,
@@ -36,10 +42,19 @@ from tests.cpu.kv.ssd.ssd_rig import (
 )
 
 DONE = Outcome.DONE
+EIO = errno.EIO
 
 
 def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def no_slot_is_lost(store: SsdStore) -> None:
+    store._now.index.check()
+    num_slots = store.usage().num_slots or 0
+    write(store, *range(1000, 1000 + num_slots))
+    assert len(those_in(store, range(1000, 1000 + num_slots))) == num_slots
+    store.close()
 
 
 @pytest.fixture
@@ -53,46 +68,22 @@ def filled(tmp_path: Path) -> Path:
     return path
 
 
-class Fails(DiskIo):
-    """Calls on files whose number is in `numbers` fail as told."""
+def bad_file(*names: str) -> HookedDisk:
+    """Calls of these names on the file of number 0 fail."""
+    disk = HookedDisk()
 
-    def __init__(self, **errors: int) -> None:
-        self.errors = errors
-        self.numbers: set[int] = {0}
-        self.on = True
-        self._number: dict[int, int] = {}
+    def hook(name: str) -> Callable[..., None]:
+        def fail(at: Any, *args: object) -> None:
+            number = int(at.stem[-6:]) if isinstance(at, Path) else disk.number_of.get(at)
+            if number == 0:
+                if name == "close":  # as close(2) does it: the descriptor is gone, whatever it says
+                    os.close(at)
+                raise OSError(EIO, os.strerror(EIO))
 
-    def _meet(self, name: str, number: int | None) -> None:
-        if self.on and name in self.errors and number in self.numbers:
-            raise OSError(self.errors[name], os.strerror(self.errors[name]))
+        return fail
 
-    def open(self, path: Path, flags: int, dir_fd: int) -> int:
-        number = int(path.stem.split("-")[1])
-        self._meet("open", number)
-        fd = super().open(path, flags, dir_fd)
-        self._number[fd] = number
-        return fd
-
-    def close(self, fd: int) -> None:
-        number = self._number.pop(fd, None)
-        super().close(fd)  # as close(2) does it: the descriptor is gone, whatever it says
-        self._meet("close", number)
-
-    def unlink(self, path: Path, dir_fd: int) -> None:
-        self._meet("unlink", int(path.stem.split("-")[1]))
-        super().unlink(path, dir_fd)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._meet("preadv", self._number.get(fd))
-        return super().preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._meet("pwritev", self._number.get(fd))
-        return super().pwritev(fd, buffers, offset)
-
-    def fallocate(self, fd: int, num_bytes: int) -> None:
-        self._meet("fallocate", self._number.get(fd))
-        super().fallocate(fd, num_bytes)
+    disk.hooks = {name: hook(name) for name in names}
+    return disk
 
 
 # --------------------------------------------------------------------------------------------------- at start
@@ -105,12 +96,8 @@ def test_a_file_that_cannot_be_read_at_start_is_left_alone_and_counts(
     first = segment_paths(filled)[0]
     image, before = first.read_bytes(), num_open()
     with caplog.at_level(logging.WARNING):
-        store = open_at(filled, io=Fails(**{name: errno.EIO}))
-    assert [
-        record
-        for record in caplog.records
-        if "left as it is" in record.getMessage() and first.name in record.getMessage()
-    ]
+        store = open_at(filled, io=bad_file(name))
+    assert "left as it is" in caplog.text and first.name in caplog.text
     missing = set(range(40)) - those_in(store, range(40))
     assert 0 < len(missing) < 40
     for start in range(100, 300, 10):
@@ -125,13 +112,8 @@ def test_a_file_that_cannot_be_read_at_start_is_left_alone_and_counts(
 
 
 def test_a_file_that_goes_while_it_is_opened_is_not_missed(filled: Path) -> None:
-    class Gone(DiskIo):
-        def open(self, path: Path, flags: int, dir_fd: int) -> int:
-            if path == segment_paths(filled)[0] and path.name.endswith("000.kv"):
-                os.unlink(path)
-            return super().open(path, flags, dir_fd)
-
-    store = open_at(filled, io=Gone())
+    first = segment_paths(filled)[0]
+    store = open_at(filled, io=HookedDisk(open=lambda path, *_: path == first and os.unlink(path)))
     assert 0 < len(those_in(store, range(40))) < 40
     assert write(store, *range(40)) == [DONE] * 40
     store.close()
@@ -141,9 +123,8 @@ def test_a_file_that_goes_while_it_is_opened_is_not_missed(filled: Path) -> None
 def test_a_file_of_another_model_that_cannot_be_closed_or_removed_does_not_stop_the_start(
     filled: Path, name: str
 ) -> None:
-    other = Space(b"o" * 32, SPACE.block_bytes)
     before = num_open()
-    store = open_at(filled, io=Fails(**{name: errno.EIO}), space=other)
+    store = open_at(filled, io=bad_file(name), space=Space(b"o" * 32, SPACE.block_bytes))
     assert (filled / "penstock-000000.kv").exists() is (name == "unlink")
     assert write(store, 1) == [DONE] and read(store, 1) == [DONE]
     assert num_bytes_in(filled) <= max_bytes_for(64)
@@ -154,93 +135,62 @@ def test_a_file_of_another_model_that_cannot_be_closed_or_removed_does_not_stop_
 def test_heads_that_cannot_be_read_are_slots_that_can_be_used(
     filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class BadHeads(DiskIo):
-        """Of the first slots of each file."""
-
-        on = True
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.on and offset == 4096:
-                raise OSError(errno.EIO, "medium error")
-            return super().preadv(fd, buffers, offset)
-
+    """Of the first slots of each file."""
+    io = HookedDisk(preadv=lambda fd, buffers, offset: offset == SECTOR_BYTES and fails(EIO)())
     with caplog.at_level(logging.WARNING):
-        store = open_at(filled, io=(io := BadHeads()))
-    io.on = False
-    assert [record for record in caplog.records if "cannot be read" in record.getMessage()]
-    there = those_in(store, range(40))
-    assert 0 < len(there) < 40
+        store = open_at(filled, io=io)
+    io.hooks.clear()
+    assert "cannot be read" in caplog.text and 0 < len(those_in(store, range(40))) < 40
     assert write(store, *range(40)) == [DONE] * 40 and read(store, *range(40)) == [DONE] * 40
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
-def test_a_head_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
-    """Heads are read many at once: a bad sector does not take those along that are read together with it."""
-    bad = SECTOR_BYTES + 40 * slot_bytes(BLOCK_BYTES)  # in each file
-
-    class BadSector(DiskIo):
-        num_failed = 0
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if offset <= bad < offset + sum(map(len, buffers)):
-                self.num_failed += 1
-                raise OSError(errno.EIO, "medium error")
-            return super().preadv(fd, buffers, offset)
-
-    store = open_at(tmp_path, num_slots=800)
-    write(store, *range(800))
-    there = those_in(store, range(800))
-    store.close()
-    again = open_at(tmp_path, num_slots=800, io=(io := BadSector()))
-    num_files = len(segment_paths(tmp_path))
-    assert io.num_failed == 2 * num_files, "with others, and alone"
-    assert len(there - those_in(again, range(800))) == num_files
-    again.close()
-
-
-def test_a_disk_of_which_no_head_can_be_read_is_not_tried_for_long(tmp_path: Path) -> None:
-    """Each of them may take seconds."""
-
-    class Bad(DiskIo):
-        offsets: list[int] = []  # noqa: RUF012
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if offset >= SECTOR_BYTES:
-                self.offsets.append(offset)
-                raise OSError(errno.EIO, "medium error")
-            return super().preadv(fd, buffers, offset)
-
+def test_a_head_that_cannot_be_read_costs_no_other_and_a_bad_disk_is_not_tried_for_long(
+    tmp_path: Path,
+) -> None:
+    """Heads are read many at once, then one by one. Each failure may take seconds."""
     store = open_at(tmp_path, num_slots=2400)
     write(store, *range(2400))
-    num_groups = sum(len(list(segment.groups())) for segment in store._segments)
+    there = those_in(store, range(2400))
+    num_groups = sum(len(list(segment.groups())) for segment in store._now.segments)
     store.close()
-    again = open_at(tmp_path, num_slots=2400, io=(io := Bad()))
-    assert num_groups < len(io.offsets) <= num_groups * (1 + 8) < 2400
-    assert not those_in(again, range(2400))
-    again.close()
+    bad, failed = SECTOR_BYTES + 40 * slot_bytes(BLOCK_BYTES), list[int]()
+
+    def bad_sector(fd: int, buffers: list[memoryview], offset: int) -> None:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            failed.append(offset)
+            raise OSError(EIO, "medium error")
+
+    store = open_at(tmp_path, num_slots=2400, io=HookedDisk(preadv=bad_sector))
+    num_files = len(segment_paths(tmp_path))
+    assert len(failed) == 2 * num_files, "with others, and alone"
+    assert len(there - those_in(store, range(2400))) == num_files
+    abandon(store)
+    failed.clear()
+
+    def bad_disk(fd: int, buffers: list[memoryview], offset: int) -> None:
+        if offset >= SECTOR_BYTES:
+            failed.append(offset)
+            raise OSError(EIO, "medium error")
+
+    store = open_at(tmp_path, num_slots=2400, io=HookedDisk(preadv=bad_disk))
+    assert num_groups < len(failed) <= num_groups * (1 + 8) < 2400
+    assert not those_in(store, range(2400))
+    store.close()
 
 
-def test_memory_that_cannot_be_had_while_heads_are_read_costs_those_blocks_alone(
-    filled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_had_while_heads_are_read_costs_those_blocks_alone(filled: Path) -> None:
     failed = threading.Event()
 
-    class NoMemory(DiskIo):
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if offset > 0 and not failed.is_set():
-                failed.set()
-                raise MemoryError
-            return super().preadv(fd, buffers, offset)
+    def no_memory(fd: int, buffers: list[memoryview], offset: int) -> None:
+        if offset > 0 and not failed.is_set():
+            failed.set()
+            raise MemoryError
 
-    store = open_at(filled, io=NoMemory())
-    assert failed.is_set() and store.wait_scanned(0.0)
-    assert 0 < len(those_in(store, range(40))) < 40
-    num_slots = store.usage().num_slots
-    assert num_slots is not None
-    write(store, *range(100, 100 + num_slots))
-    assert len(those_in(store, range(100, 100 + num_slots))) == num_slots, "no slot is kept from use"
-    store.close()
+    store = open_at(filled, io=HookedDisk(preadv=no_memory))
+    assert failed.is_set() and 0 < len(those_in(store, range(40))) < 40
+    no_slot_is_lost(store)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
@@ -263,16 +213,12 @@ def test_threads_that_cannot_be_had_leave_the_work_to_those_that_are_there(
 
 
 def test_a_scan_that_ends_in_a_defect_is_over_all_the_same(
-    filled: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: SlotIndex) -> None:
-        raise RuntimeError("ours")
-
     with monkeypatch.context() as patch:
-        patch.setattr(SlotIndex, "end_scan", broken)
+        patch.setattr(SlotIndex, "end_scan", lambda self: 1 // 0)
         patch.setattr(threading, "excepthook", lambda _: None)
         store = open_at(filled)
-        assert store.wait_scanned(0.0)
     assert read(store, *range(40)) == [DONE] * 40
     store.close()
 
@@ -295,124 +241,159 @@ def test_a_start_that_fails_late_gives_everything_back(filled: Path, monkeypatch
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------- in service
+# --------------------------------------------------------------------------------------------- bad and broken
 
 
-@pytest.mark.parametrize("name", ["fallocate", "pwritev"])
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_file_that_is_made_by_half_goes_and_is_made_again_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stays: bool
-) -> None:
-    """Also where it cannot even be removed at first."""
-    io = Fails(**{name: errno.EIO, **({"unlink": errno.EIO} if stays else {})})
-    store = open_at(tmp_path, io=io)
-    before = num_open()
-    assert write(store, 1) == [Outcome.FULL]
-    assert len(segment_paths(tmp_path)) == stays and num_open() == before
-    io.on = False
-    monkeypatch.setattr(segments_module.time, "monotonic", lambda: 1e12)
-    assert write(store, 1) == [DONE] and read(store, 1) == [DONE]
-    store.persist()
+def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
+    def write_less(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return os.pwritev(fd, [buffers[0][:SECTOR_BYTES]], offset)
+
+    def read_less(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return min(os.preadv(fd, buffers, offset), SECTOR_BYTES + 100)  # O_DIRECT goes on at a whole sector
+
+    store = open_at(tmp_path, io=HookedDisk(pwritev=write_less, preadv=read_less))
+    assert write(store, *range(10)) == [DONE] * 10
+    assert read(store, *range(10)) == [DONE] * 10
     store.close()
 
 
-def test_room_that_was_taken_for_a_larger_file_is_given_back_for_a_smaller_one(tmp_path: Path) -> None:
-    """A file system may keep what it has allocated when the rest does not fit."""
+@pytest.mark.parametrize("moved", [0, 100])
+def test_a_write_that_gets_nowhere_is_a_failure_and_publishes_nothing(tmp_path: Path, moved: int) -> None:
+    store = open_at(tmp_path, io=(io := HookedDisk()))
+    write(store, 0)
+    io.hooks["pwritev"] = lambda *args: moved
+    assert write(store, 1, 2) == [Outcome.FAILED] * 2
+    io.hooks.clear()
+    assert those_in(store, range(3)) == {0} and write(store, 1, 2) == [DONE] * 2
+    store.close()
 
-    class Partial(DiskIo):
-        limit = max_bytes_for(800) // 8 // 2 + 4096
 
-        def fallocate(self, fd: int, num_bytes: int) -> None:
-            if num_bytes > self.limit:
-                os.ftruncate(fd, num_bytes)
-                raise OSError(errno.ENOSPC, "No space left on device")
-            super().fallocate(fd, num_bytes)
+def test_a_read_that_ends_early_is_no_hit(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    write(store, *range(5))
+    os.truncate(segment_paths(tmp_path)[0], 6 * SECTOR_BYTES)  # one block, and the head of the next
+    assert read(store, *range(5)) == [DONE] + [Outcome.CORRUPT] * 4
+    assert those_in(store, range(5)) == {0}
+    assert write(store, *range(5)) == [DONE] * 5 and read(store, *range(5)) == [DONE] * 5
+    store.close()
 
-    store = open_at(tmp_path, num_slots=800, io=Partial())
-    assert write(store, *range(5)) == [DONE] * 5
-    assert [path.stat().st_size <= Partial.limit for path in segment_paths(tmp_path)] == [True]
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_block_that_cannot_be_moved_fails_alone_and_what_was_written_beside_it_is_synced(
+    tmp_path: Path, name: str
+) -> None:
+    store = open_at(tmp_path, 512, io=(io := HookedDisk()))  # its first file has room for all of it
+    write(store, *(range(1, 4) if name == "preadv" else (99,)))
+    store.persist()
+    io.calls.clear()
+    io.hooks[name] = fails(EIO, 2)  # of all together, then of the first alone
+    assert (read if name == "preadv" else write)(store, 1, 2, 3) == [Outcome.FAILED, DONE, DONE]
+    assert those_in(store, range(1, 4)) == {2, 3}
+    store.persist()
+    assert io.count("fdatasync") == (name == "pwritev")
+    assert write(store, 1) == [DONE]
+    store._now.index.check()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_disk_that_fails_again_and_again_is_broken_until_a_probe_is_answered(
+    tmp_path: Path, name: str
+) -> None:
+    """Failures with a success between them never add up."""
+    store = open_at(tmp_path, 512, io=(io := HookedDisk()))
+    write(store, *range(50))
+    call = read if name == "preadv" else write
+    numbers = iter(range(50) if name == "preadv" else range(100, 150))
+    for _ in range(_STRIKES + 2):
+        io.hooks[name] = fails(EIO, 1)
+        assert call(store, next(numbers)) == [Outcome.FAILED]
+        assert call(store, next(numbers)) == [DONE]
+    io.hooks[name] = fails(EIO)
+    for _ in range(_STRIKES - 1):
+        assert call(store, next(numbers)) == [Outcome.FAILED]
+    with pytest.raises(StoreFailed, match="cache in"):
+        call(store, next(numbers))
+    if name == "preadv":
+        with pytest.raises(StoreFailed):
+            store.probe()
+    io.hooks.clear()
+    store.probe()
+    io.hooks[name] = fails(EIO, 1)
+    assert call(store, next(numbers)) == [Outcome.FAILED]
+    store._now.index.check()
+    store.close()
+
+
+@pytest.mark.parametrize("number", _GONE)
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_disk_that_is_gone_is_given_up_at_once(tmp_path: Path, name: str, number: int) -> None:
+    store = open_at(tmp_path, 512, io=(io := HookedDisk()))
+    write(store, 0)
+    io.hooks[name] = fails(number, 1)
+    with pytest.raises(StoreFailed, match="cannot be"):
+        read(store, 0) if name == "preadv" else write(store, 1)
+    assert (read(store, 0), write(store, 1)) == ([DONE], [DONE]), "nothing was forgotten by that"
+    store.close()
+
+
+def test_a_file_that_has_become_empty_fails_a_probe(tmp_path: Path) -> None:
+    store = open_at(tmp_path, 512)
+    write(store, 0)
+    os.truncate(segment_paths(tmp_path)[0], 0)
+    with pytest.raises(StoreFailed, match="cannot be read"):
+        store.probe()
     store.close()
 
 
 @pytest.mark.parametrize("raises", [MemoryError, KeyboardInterrupt])
 def test_a_write_that_ends_in_anything_gives_its_slots_back_and_lets_others_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: type[BaseException]
+    tmp_path: Path, raises: type[BaseException]
 ) -> None:
-    class Breaks(DiskIo):
-        on = False
-
-        def __init__(self) -> None:
-            self.there, self.gate = threading.Event(), threading.Event()
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.on:
-                self.there.set()
-                assert self.gate.wait(WAIT_S)
-                raise raises
-            return super().pwritev(fd, buffers, offset)
-
-    store = open_at(tmp_path, io=(io := Breaks()))
+    store = open_at(tmp_path, io=(io := HookedDisk()))
     write(store, 0)
-    io.on = True
-    claims: list[Claim | None] = []
-    claim = SlotIndex.claim
-    monkeypatch.setattr(
-        SlotIndex, "claim", lambda *args, **how: claims.append(claim(*args, **how)) or claims[-1]
-    )
-    caught: list[BaseException] = []
+    there, gate, caught, outcomes = threading.Event(), threading.Event(), list[type](), list[Outcome]()
+
+    def breaks(*args: object) -> None:
+        io.hooks.clear()
+        there.set()
+        assert gate.wait(WAIT_S)
+        raise raises
 
     def writes() -> None:
         try:
-            write(store, 1)
+            outcomes.extend(write(store, 1))
         except BaseException as error:
-            caught.append(error)
+            caught.append(type(error))
 
-    first = threading.Thread(target=writes, daemon=True)
-    first.start()
-    assert io.there.wait(WAIT_S)
-    outcomes: list[Outcome] = []
-    # the same block: it waits for the first
-    second = threading.Thread(target=lambda: outcomes.extend(write(store, 1)), daemon=True)
-    second.start()
-    until(lambda: len(claims) == 2)
-    io.gate.set()
-    first.join(WAIT_S)
-    second.join(WAIT_S)
-    assert not first.is_alive() and not second.is_alive() and isinstance(caught[0], raises)
-    assert outcomes == [Outcome.FAILED] and those_in(store, [0, 1]) == {0}, (
-        "what the one could not write is not there for the other"
-    )
-    io.on = False
-    store._index.check()
-    assert store._num_calls == 0 and write(store, 1) == [DONE]
-    num_slots = store.usage().num_slots
-    assert num_slots is not None
-    write(store, *range(100, 100 + num_slots))
-    assert len(those_in(store, range(100, 100 + num_slots))) == num_slots, "no slot is lost"
-    store.close()
+    io.hooks["pwritev"] = breaks
+    threads = [threading.Thread(target=writes, daemon=True) for _ in range(2)]
+    threads[0].start()
+    assert there.wait(WAIT_S)
+    threads[1].start()  # the same block: it waits for the first
+    until(lambda: store._num_calls == 2)
+    gate.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert caught == [raises] and outcomes == [DONE], "the other has written it"
+    assert those_in(store, [0, 1]) == {0, 1} and store._num_calls == 0
+    no_slot_is_lost(store)
 
 
 @pytest.mark.parametrize("raises", [MemoryError, KeyboardInterrupt])
 def test_a_read_that_ends_in_anything_gives_its_pin_back(tmp_path: Path, raises: type[BaseException]) -> None:
-    class Breaks(DiskIo):
-        on = False
+    def breaks(*args: object) -> None:
+        raise raises
 
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.on:
-                raise raises
-            return super().preadv(fd, buffers, offset)
-
-    store = open_at(tmp_path, num_slots=8, io=(io := Breaks()))
-    num_slots = store.usage().num_slots
-    assert num_slots is not None
+    store = open_at(tmp_path, num_slots=8, io=(io := HookedDisk()))
+    num_slots = store.usage().num_slots or 0
     write(store, *range(num_slots))
-    io.on = True
+    io.hooks["preadv"] = breaks
     with pytest.raises(raises):
         read(store, *range(num_slots))
-    io.on = False
-    store._index.check()
-    assert write(store, *range(100, 100 + num_slots)) == [DONE] * num_slots, "nothing is pinned any more"
-    store.close()
+    io.hooks.clear()
+    no_slot_is_lost(store)
 
 
 def test_a_call_that_ends_in_anything_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,13 +401,9 @@ def test_a_call_that_ends_in_anything_is_over(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "cache"
     store = open_at(path)
     write(store, 1)
-
-    def broken(self: Segments) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(Segments, "persist", broken)
-        with pytest.raises(MemoryError):
+        patch.setattr(Segments, "persist", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
             store.persist()
     path.rename(tmp_path / "moved")
     with pytest.raises(StoreFailed):
@@ -436,114 +413,116 @@ def test_a_call_that_ends_in_anything_is_over(tmp_path: Path, monkeypatch: pytes
     store.close()
 
 
-def test_a_store_without_a_sync_is_closed_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+# -------------------------------------------------------------------------------------------------- full disk
+
+
+def test_a_full_disk_leaves_the_tier_at_what_it_has_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    io = FailingDisk()
-    store = open_at(tmp_path, io=io)
-    write(store, 1)
-    io.errors = {"fdatasync": errno.EIO}
-    before = num_open()
+    clock = HandClock()
+    monkeypatch.setattr(segments_module, "time", SimpleNamespace(monotonic=clock))
+    store = open_at(tmp_path, 64, io=(io := HookedDisk()))
+    planned = store.usage().num_slots or 0
+    assert planned >= 64
     with caplog.at_level(logging.WARNING):
-        store.close()
-    assert any("synced" in record.getMessage() for record in caplog.records) and num_open() < before
-    open_at(tmp_path).close()
-
-
-@pytest.mark.parametrize("fault", ["persist", "close"])
-def test_a_store_whose_files_cannot_be_closed_properly_is_unlocked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    before = num_open()
-    io = Fails(close=errno.EIO)
-    io.on = False
-    store = open_at(tmp_path, io=io)
-    write(store, *range(40))
-    io.on = fault == "close"
-    if fault == "persist":
-
-        def broken(self: Segments) -> None:
-            raise MemoryError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Segments, "persist", broken)
-            with pytest.raises(MemoryError):
-                store.close()
-    else:
-        store.close()
-    assert num_open() == before
-    store = open_at(tmp_path)
-    assert read(store, *range(40)) == [DONE] * 40
+        for number in range(2):
+            io.hooks["fallocate"] = fails(errno.EDQUOT)
+            room = 0 if number == 0 else store._now.segments.num_slots // 8  # of the file that was made
+            assert Outcome.FULL in write(store, *range(100 * number, 100 * number + planned))
+            assert store.usage().num_slots in (room, store.usage().num_used)
+            assert len(segment_paths(tmp_path)) == number, "nothing half made is left behind"
+            io.hooks.clear()
+            if number:
+                assert write(store, 2000) == [DONE], "what is there makes room"
+            else:
+                assert write(store, 2000) == [Outcome.FULL], "it is not asked at every write"
+            clock.advance(segments_module._GROW_AGAIN_S + 1)
+            assert write(store, 1000 + number) == [DONE]
+            assert store.usage().num_slots == planned
+    assert caplog.text.count("stays at") == 2
     store.close()
 
 
-def test_a_sync_that_fails_halfway_leaves_what_it_did_not_reach(tmp_path: Path) -> None:
-    """Those behind the file that failed are synced the next time, those before it are not synced again."""
+def test_a_disk_with_room_for_half_a_file_gets_half_a_file(tmp_path: Path) -> None:
+    """A file system may keep what it has allocated when the rest does not fit."""
+    limit = max_bytes_for(800) // 8 // 2 + SECTOR_BYTES
 
-    class Halfway(DiskIo):
-        fails_at = 1
+    def little(fd: int, num_bytes: int) -> None:
+        if num_bytes > limit:
+            os.ftruncate(fd, num_bytes)
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        def __init__(self) -> None:
-            self.synced: list[int] = []
+    store = open_at(tmp_path, num_slots=800, io=HookedDisk(fallocate=little))
+    assert write(store, *range(30)) == [DONE] * 30
+    assert all(path.stat().st_size <= limit for path in segment_paths(tmp_path))
+    store.close()
+    store = open_at(tmp_path, num_slots=800)
+    assert read(store, *range(30)) == [DONE] * 30
+    store.close()
 
-        def fdatasync(self, fd: int) -> None:
-            if len(self.synced) == self.fails_at:
-                raise OSError(errno.EIO, "medium error")
-            self.synced.append(fd)
-            super().fdatasync(fd)
 
-    store = open_at(tmp_path, io=(io := Halfway()))
-    write(store, *range(40))
-    num_files = len(segment_paths(tmp_path))
-    assert num_files > 2
-    with pytest.raises(StoreFailed):
-        store.persist()
-    io.fails_at = -1
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 200 KiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k,mode=700", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_real_full_disk_takes_what_fits_and_serves_it(small_disk: Path) -> None:
+    store = open_at(small_disk, num_slots=400)
+    outcomes = write(store, *range(40))
+    assert 0 < outcomes.count(DONE) < 20 and set(outcomes) == {DONE, Outcome.FULL}
+    assert os.statvfs(small_disk).f_bavail * 4096 < 200 << 10
+    num_there = store.usage().num_used
+    assert write(store, *range(100, 105)) == [DONE] * 5, "what is there makes room"
+    assert read(store, *range(100, 105)) == [DONE] * 5 and store.usage().num_used == num_there
     store.persist()
-    assert len(io.synced) == len(set(io.synced)) == num_files
-    abandon(store)
+    store.close()
+    store = open_at(small_disk, num_slots=400)
+    assert read(store, *range(100, 105)) == [DONE] * 5
+    store.close()
 
 
-def test_a_persist_syncs_what_was_written_beside_a_block_that_failed(tmp_path: Path) -> None:
-    class Counting(FailingDisk):
-        num_synced = 0
-
-        def fdatasync(self, fd: int) -> None:
-            self.num_synced += 1
-            super().fdatasync(fd)
-
-    store = open_at(tmp_path, 512, io=(io := Counting()))  # its first file has room for all of it
+@pytest.mark.parametrize("number", FULL)
+def test_no_room_when_writing_is_full_and_not_broken(tmp_path: Path, number: int) -> None:
+    store = open_at(tmp_path, 512, io=(io := HookedDisk()))
     write(store, 0)
-    store.persist()
-    # of a run, and of its first block when they go one by one
-    io.num_synced, io.errors, io.num_left = 0, {"pwritev": errno.EIO}, 2
-    assert write(store, 1, 2, 3) == [Outcome.FAILED, DONE, DONE]
-    store.persist()
-    assert io.num_synced == 1
+    io.hooks["pwritev"] = fails(number)
+    assert write(store, *range(1, _STRIKES + 3)) == [Outcome.FULL] * (_STRIKES + 2)
+    io.hooks["pwritev"] = fails(EIO)
+    for block in range(1, _STRIKES):
+        assert write(store, block) == [Outcome.FAILED]
+    with pytest.raises(StoreFailed, match="cannot be written"):
+        write(store, _STRIKES)
+    io.hooks.clear()
+    assert read(store, 0) == [DONE]
     store.close()
 
 
-# ----------------------------------------------------------------------------------------------------- survey
-
-
-def test_a_disk_that_fails_under_a_survey_is_told_and_the_lock_is_free(
-    filled: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["fallocate", "pwritev"])
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_that_is_made_by_half_goes_and_is_made_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stays: bool
 ) -> None:
-    def broken(self: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
+    """Also where it cannot even be removed at first."""
+    store = open_at(tmp_path, io=(io := bad_file(name, *(["unlink"] if stays else []))))
     before = num_open()
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskIo, "preadv", broken)
-        for call in (inspect, lambda path: verify(path, lambda done, total: None)):
-            with pytest.raises(ConfigError, match="Input/output error"):
-                call(filled)
-    assert num_open() == before
-    assert inspect(filled).num_blocks == 40
+    assert write(store, 1) == [Outcome.FULL]
+    assert len(segment_paths(tmp_path)) == stays and num_open() == before
+    io.hooks.clear()
+    monkeypatch.setattr(segments_module.time, "monotonic", lambda: 1e12)
+    assert write(store, 1) == [DONE] and read(store, 1) == [DONE]
+    store.persist()
+    store.close()
 
 
-def test_a_survey_does_without_direct_access_where_there_is_none(
-    filled: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_system_without_direct_access_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = DiskIo.open
 
@@ -553,4 +532,140 @@ def test_a_survey_does_without_direct_access_where_there_is_none(
         return real(self, path, flags, dir_fd)
 
     monkeypatch.setattr(DiskIo, "open", cached)
-    assert verify(filled, lambda done, total: None).num_good == 40
+    with caplog.at_level(logging.WARNING):
+        store = open_at(tmp_path, num_slots=40)
+        write(store, *range(30))
+    assert caplog.text.count("O_DIRECT") == 1
+    assert read(store, *range(30)) == [DONE] * 30
+    store.close()
+    assert verify(tmp_path, lambda done, total: None).num_good == 30
+
+
+# ---------------------------------------------------------------------------------------------------- persist
+
+
+def test_persist_syncs_what_was_written_since_and_nothing_else(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=80, io=(io := HookedDisk()))
+    write(store, *range(40))
+    store.persist()
+    num_files = len(segment_paths(tmp_path))
+    assert io.count("fdatasync") == num_files > 1
+    assert len({args for name, args in io.calls if name == "fdatasync"}) == num_files
+    store.persist()
+    read(store, *range(40))
+    store.persist()
+    assert io.count("fdatasync") == num_files
+    write(store, 100)
+    store.persist()
+    assert io.count("fdatasync") == num_files + 1
+    store.close()
+
+
+@pytest.mark.parametrize("failing", ["fdatasync", "fsync"])
+def test_what_could_not_be_synced_is_synced_the_next_time(tmp_path: Path, failing: str) -> None:
+    """Files and their names: a name that is not durable loses all blocks of its file."""
+    store = open_at(tmp_path, 512, io=(io := HookedDisk()))
+    write(store, 0)
+    io.hooks[failing] = fails(EIO, 2)
+    for _ in range(2):
+        with pytest.raises(StoreFailed, match="could not be synced"):
+            store.persist()
+    io.calls.clear()
+    store.persist()
+    assert [name for name, _ in io.calls] == (["fdatasync"] if failing == "fdatasync" else []) + ["fsync"]
+    io.calls.clear()
+    store.persist()
+    assert io.calls == [], "all of it is done"
+    store.close()
+
+
+def test_a_sync_that_fails_halfway_leaves_what_it_did_not_reach(tmp_path: Path) -> None:
+    """Those behind the file that failed are synced the next time, those before it are not synced again."""
+    store = open_at(tmp_path, io=(io := HookedDisk()))
+    write(store, *range(40))
+    io.hooks["fdatasync"] = lambda fd: fails(EIO)() if io.count("fdatasync") == 2 else None
+    with pytest.raises(StoreFailed):
+        store.persist()
+    store.persist()
+    num_files = len(segment_paths(tmp_path))
+    assert num_files > 2 and io.count("fdatasync") == num_files + 1
+    abandon(store)
+
+
+def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over_is_safe(
+    tmp_path: Path,
+) -> None:
+    there, gate = threading.Event(), threading.Event()
+    store = open_at(
+        tmp_path, io=HookedDisk(fdatasync=lambda fd: there.set() or not gate.wait(WAIT_S) or None)
+    )
+    write(store, 1)
+    threads = [threading.Thread(target=store.persist) for _ in range(2)]
+    threads[0].start()
+    assert there.wait(WAIT_S)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    gate.set()
+    for thread in threads:
+        thread.join()
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------- at the end
+
+
+def test_a_closed_store_fails_and_can_be_closed_again(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    write(store, 1)
+    store.close()
+    store.close()
+    for call in (lambda: read(store, 1), lambda: write(store, 2), store.persist, store.probe, store.reset):
+        with pytest.raises(StoreFailed, match="closed"):
+            call()
+
+
+def test_a_store_without_a_sync_is_closed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_at(tmp_path, io=(io := HookedDisk()))
+    write(store, 1)
+    io.hooks["fdatasync"] = fails(EIO)
+    before = num_open()
+    with caplog.at_level(logging.WARNING):
+        store.close()
+    assert "synced" in caplog.text and num_open() < before
+    open_at(tmp_path).close()
+
+
+@pytest.mark.parametrize("fault", ["persist", "close"])
+def test_a_store_whose_files_cannot_be_closed_properly_is_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    before = num_open()
+    store = open_at(tmp_path, io=bad_file("close") if fault == "close" else None)
+    write(store, *range(40))
+    if fault == "close":
+        store.close()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Segments, "persist", lambda self: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                store.close()
+    assert num_open() == before
+    store = open_at(tmp_path)
+    assert read(store, *range(40)) == [DONE] * 40
+    store.close()
+
+
+def test_a_disk_that_fails_under_a_survey_is_told_and_the_lock_is_free(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = num_open()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskIo, "preadv", fails(EIO))
+        for call in (inspect, lambda path: verify(path, lambda done, total: None)):
+            with pytest.raises(ConfigError, match="Input/output error"):
+                call(filled)
+    assert num_open() == before
+    assert inspect(filled).num_blocks == 40

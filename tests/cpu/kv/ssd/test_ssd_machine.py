@@ -122,7 +122,7 @@ class SsdMachine(RuleBasedStateMachine):
     def only_what_was_written_is_found(self) -> None:
         assert those_in(self.store, range(51)) <= self.written
         assert self.store.usage().num_used <= (self.store.usage().num_slots or 0)
-        self.store._index.check()
+        self.store._now.index.check()
 
     @invariant()
     def the_bound_holds(self) -> None:

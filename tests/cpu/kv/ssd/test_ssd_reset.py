@@ -1,30 +1,24 @@
-"""The SSD store and others: resets that last, and processes that want the same directory."""
+"""Resets of the SSD store last, whatever is under way."""
 
 from __future__ import annotations
 
-import os
+import errno
 import random
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd.directory import DiskIo
-from penstock.kv.tiers.ssd.segments import Segments
-from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.errors import StoreFailed
 from penstock.kv.tiers.store import Outcome
 from tests.cpu.kv.ssd.ssd_rig import (
-    SPACE,
     WAIT_S,
     CrashingDisk,
     GatedDisk,
+    HookedDisk,
     QuickDisk,
     abandon,
-    max_bytes_for,
+    fails,
     open_at,
     read,
     those_in,
@@ -52,13 +46,6 @@ def _reset_and_restart(path: Path) -> set[int]:
 
 def test_what_was_reset_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
     assert _reset_and_restart(tmp_path) == {100}
-
-
-def test_a_reset_that_forgets_in_memory_only_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Segments, "_renew_heads", lambda self: None)
-    assert len(_reset_and_restart(tmp_path)) > 1
 
 
 def test_what_was_reset_does_not_come_back_with_a_crash(tmp_path: Path) -> None:
@@ -138,79 +125,22 @@ def test_a_block_being_read_during_a_reset_arrives_and_is_gone_then(tmp_path: Pa
     io.gates["preadv"].set()
     thread.join()
     assert outcomes == [DONE] and those_in(store, [0, 1]) == set()
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
 def test_a_reset_that_could_not_be_synced_says_so_and_is_made_good_by_the_next_persist(
     tmp_path: Path,
 ) -> None:
-    class Failing(DiskIo):
-        broken = False
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.broken:
-                raise OSError(5, "broken")
-            return super().pwritev(fd, buffers, offset)
-
-    store = open_at(tmp_path, io=(io := Failing()))
+    store = open_at(tmp_path, io=(io := HookedDisk()))
     write(store, *range(10))
-    io.broken = True
+    io.hooks["pwritev"] = fails(errno.EIO)
     with pytest.raises(StoreFailed):
         store.reset()
     assert those_in(store, range(10)) == set()
-    io.broken = False
+    io.hooks.clear()
     store.persist()
     abandon(store)
     store = open_at(tmp_path)
     assert those_in(store, range(10)) == set()
     store.close()
-
-
-# ---------------------------------------------------------------------------------------------- two processes
-
-_HOLDER = """
-import sys
-from tests.cpu.kv.ssd.ssd_rig import open_at, write
-from pathlib import Path
-store = open_at(Path(sys.argv[1]))
-write(store, *range(10))
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    tests = Path(__file__).resolve().parents[3]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests.parent / "src")])}
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=env,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "open\n"
-        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        with pytest.raises(ConfigError) as refused:
-            open_ssd(tmp_path, max_bytes_for(64), SPACE, "lru")
-        assert str(tmp_path) in str(refused.value) and f"process {holder.pid}" in str(refused.value)
-        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-        holder.kill()
-    store = open_at(tmp_path)
-    assert read(store, *range(10)) == [DONE] * 10, "a lock file without a lock is no obstacle"
-    store.close()
-
-
-def test_a_second_store_in_the_same_process_is_refused_as_well(tmp_path: Path) -> None:
-    store = open_at(tmp_path)
-    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-        open_at(tmp_path)
-    store.close()
-    open_at(tmp_path).close()
-
-
-def test_a_lock_that_locks_nothing_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_a_second_store_in_the_same_process_is_refused_as_well(tmp_path)

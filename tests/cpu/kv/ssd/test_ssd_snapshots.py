@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -19,16 +18,16 @@ from hypothesis import strategies as st
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
-from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
 from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
-    FailingDisk,
     GatedDisk,
+    HookedDisk,
     QuickDisk,
     abandon,
+    fails,
     key_of,
     open_at,
     read,
@@ -77,49 +76,10 @@ def test_pinned_blocks_outlive_a_stream_of_others_and_the_others_find_room(store
     store.pin_keys("a", keys)
     assert set(churn(store)) == {Outcome.DONE}
     assert store.num_leading(keys) == len(keys)
-    store._index.check()
+    store._now.index.check()
     store.unpin_keys("a")
     churn(store, 5000)
     assert store.num_leading(keys) == 0
-
-
-def test_a_block_that_comes_after_the_pin_is_pinned(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    store.pin_keys("a", keys)
-    write_keys(store, keys)
-    churn(store)
-    assert store.num_leading(keys) == len(keys)
-
-
-def test_a_block_of_two_snapshots_stays_until_both_let_go(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    store.pin_keys("b", keys[:3])
-    store.unpin_keys("a")
-    store.unpin_keys("a")
-    churn(store)
-    assert store.num_leading(keys) == 3
-    store.unpin_keys("b")
-    churn(store, 5000)
-    assert store.num_leading(keys) == 0
-
-
-def test_what_was_let_go_of_is_not_pinned_again_where_the_directory_was_made_anew(tmp_path: Path) -> None:
-    """And what was not is."""
-    store = open_at(tmp_path / "cache", NUM_SLOTS)
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    store.pin_keys("b", keys[:2])
-    store.unpin_keys("a")
-    shutil.rmtree(tmp_path / "cache")
-    store.probe()
-    assert store.wait_scanned(60.0)
-    write_keys(store, keys)
-    churn(store)
-    assert store.num_leading(keys) == 2
-    store.close()
 
 
 def test_nothing_is_written_over_what_is_pinned_even_where_nothing_else_is_left(tmp_path: Path) -> None:
@@ -129,17 +89,6 @@ def test_nothing_is_written_over_what_is_pinned_even_where_nothing_else_is_left(
     store.pin_keys("all", [number.to_bytes(16, "big") for number in numbers])
     assert write(store, 10_000, 10_001) == [Outcome.FULL, Outcome.FULL]
     assert those_in(store, numbers) == set(numbers)
-
-
-def test_a_reset_forgets_them_and_what_comes_again_is_pinned_again(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    assert store.reset() == len(keys)
-    assert store.num_leading(keys) == 0
-    write_keys(store, keys)
-    churn(store)
-    assert store.num_leading(keys) == len(keys)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -170,7 +119,7 @@ def test_a_smaller_tier_keeps_what_it_can(tmp_path: Path) -> None:
     again = open_at(tmp_path, 12)
     assert again.manifests() == [taken.id]
     churn(again)
-    again._index.check()
+    again._now.index.check()
     again.close()
 
 
@@ -198,59 +147,26 @@ def test_manifests_are_read_as_they_were_written(store: SsdStore, tmp_path: Path
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("*.snapshot"))
 
 
-class Noting(DiskIo):
-    """Remembers what is done to files, in order."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, str]] = []
-        self._names: dict[int, str] = {}
-
-    def open(self, path: Path, flags: int, dir_fd: int) -> int:
-        fd = super().open(path, flags, dir_fd)
-        self._names[fd] = path.suffix
-        return fd
-
-    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
-        self.done.append(("write", self._names.get(fd, "directory")))
-        return super().pwritev(fd, buffers, offset)
-
-    def rename(self, path: Path, to: Path, dir_fd: int) -> None:
-        self.done.append(("rename", f"{path.suffix} {to.suffix}"))
-        super().rename(path, to, dir_fd)
-
-    def close(self, fd: int) -> None:
-        self._names.pop(fd, None)
-        super().close(fd)
-
-    def fsync(self, fd: int) -> None:
-        self.done.append(("fsync", self._names.get(fd, "directory")))
-        super().fsync(fd)
-
-
 def test_a_manifest_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path) -> None:
-    disk = Noting()
-    store = open_at(tmp_path, NUM_SLOTS, disk)
-    disk.done.clear()
+    store = open_at(tmp_path, NUM_SLOTS, disk := HookedDisk())
+    disk.calls.clear()
     store.write_manifest(manifest().id, pack(manifest()), None)
-    assert disk.done == [
-        ("write", ".new"),
-        ("fsync", ".new"),
-        ("rename", ".new .snapshot"),
-        ("fsync", "directory"),
-    ]
+    done = [(name, args) for name, args in disk.calls if name in ("pwritev", "fsync", "rename")]
+    assert [name for name, _ in done] == ["pwritev", "fsync", "rename", "fsync"]
+    assert [args[0] for name, args in done if name == "fsync"] == [done[0][1][0], store.directory.fd]
+    assert [path.suffix for path in done[2][1][:2]] == [".new", ".snapshot"]
     store.close()
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_a_disk_that_fails_leaves_no_part_of_a_manifest(tmp_path: Path, call: str) -> None:
-    disk = FailingDisk()
-    store = open_at(tmp_path, NUM_SLOTS, disk)
-    disk.errors = {call: errno.EIO}
+    store = open_at(tmp_path, NUM_SLOTS, disk := HookedDisk())
+    disk.hooks[call] = fails(errno.EIO)
     with pytest.raises(StoreFailed, match="cannot be written"):
         store.write_manifest(manifest().id, pack(manifest()), None)
-    disk.errors = {call: errno.ENOSPC}
+    disk.hooks[call] = fails(errno.ENOSPC)
     assert store.write_manifest(manifest().id, pack(manifest()), None) is Written.FULL
-    disk.errors = {}
+    disk.hooks.clear()
     assert not list(tmp_path.glob("*.new"))
     store.close()
 
@@ -340,7 +256,7 @@ class Pinned:
         pinned = {number for numbers in self.pins.values() for number in numbers}
         self.there &= pinned
         assert self.there <= those_in(self.store, range(40)), (op, self.there)
-        self.store._index.check()
+        self.store._now.index.check()
 
     def write(self, first: int, num: int) -> None:
         numbers = [number % 40 for number in range(first, first + num)]
@@ -373,9 +289,7 @@ class Pinned:
 
     def reopen(self) -> None:
         """As after its directory was gone for a moment: who pins has not been asked."""
-        self.store._is_open = False
-        self.store._close_files()
-        self.store._open(lambda: make_directory(self.path), QuickDisk())
+        self.store._open_anew()
         assert self.store.wait_scanned(60.0)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import mmap
+import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ import pytest
 from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd import store as store_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo, is_aligned
-from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import BlockStore, Outcome, Space
+from penstock.kv.tiers.store import Outcome, Space
 from tests.cpu.kv.ssd.ssd_rig import (
     WAIT_S,
     GatedDisk,
+    HookedDisk,
+    QuickDisk,
     bytes_of,
     key_of,
     max_bytes_for,
@@ -43,91 +45,44 @@ def store(tmp_path: Path) -> Iterator[SsdStore]:
 # --------------------------------------------------------------------------------------------- read and write
 
 
-def test_it_is_a_block_store(store: SsdStore) -> None:
-    speaks: BlockStore = store
-    assert (speaks.name, speaks.local) == ("ssd", True)
-
-
 def test_what_was_written_is_found_and_read(store: SsdStore) -> None:
-    assert write(store, *range(20)) == [DONE] * 20
-    assert store.find([key_of(number) for number in range(20)]) == 20
+    assert write(store, *range(20), 30) == [DONE] * 21
+    assert store.find([key_of(number) for number in range(40)]) == 20 and store.find([]) == 0
     assert read(store, *range(20)) == [DONE] * 20
-    assert store.usage().num_used == 20
-
-
-def test_find_counts_up_to_the_first_that_is_not_there(store: SsdStore) -> None:
-    write(store, 0, 1, 3)
-    assert store.find([key_of(number) for number in range(5)]) == 2
-    assert store.find([]) == 0
-
-
-def test_a_block_that_is_not_there_is_missing_and_others_are_read(store: SsdStore) -> None:
-    write(store, 1, 3)
-    assert read(store, 0, 1, 2, 3) == [Outcome.MISSING, DONE, Outcome.MISSING, DONE]
-
-
-def test_a_block_asked_for_twice_is_read_into_both_buffers(store: SsdStore) -> None:
-    write(store, 1, 2)
-    assert read(store, 2, 1, 2) == [DONE] * 3
-
-
-def test_a_block_that_is_there_is_not_written_again(store: SsdStore) -> None:
-    write(store, 1)
-    assert write(store, 1, 2, 2) == [DONE] * 3
-    assert store.usage().num_used == 2
+    assert read(store, 20, 2, 40, 2, 30) == [Outcome.MISSING, DONE, Outcome.MISSING, DONE, DONE]
+    assert write(store, 1, 21, 21) == [DONE] * 3, "what is there is not written again"
+    assert store.usage().num_used == 22
 
 
 def test_neighbouring_blocks_are_one_call_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Counting(DiskIo):
-        num_calls = 0
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            self.num_calls += 1
-            return super().pwritev(fd, buffers, offset)
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            self.num_calls += 1
-            return super().preadv(fd, buffers, offset)
-
-    store = open_at(tmp_path, num_slots=400, io=(io := Counting()))
+    store = open_at(tmp_path, num_slots=400, io=(io := HookedDisk()))
     write(store, 1)  # makes the first file
-    io.num_calls = 0
+    io.calls.clear()
     write(store, *range(2, 32))
     read(store, *range(2, 32))
-    assert io.num_calls == 2
+    assert len(io.calls) == 2
     monkeypatch.setattr(store_module, "_MOST_BLOCKS", 10)
     assert read(store, *range(2, 32)) == [DONE] * 30
-    assert io.num_calls == 5
+    assert len(io.calls) == 5
     store.close()
 
 
 def test_memory_that_is_aligned_goes_to_the_file_without_a_copy(tmp_path: Path) -> None:
-    class Seeing(DiskIo):
-        def __init__(self) -> None:
-            self.seen: list[memoryview] = []
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            self.seen += buffers
-            return super().pwritev(fd, buffers, offset)
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            self.seen += buffers
-            return super().preadv(fd, buffers, offset)
-
     size = 3 * SECTOR_BYTES
     arena = memoryview(mmap.mmap(-1, 4 * size))
     views = [arena[place * size : (place + 1) * size] for place in range(4)]
-    store = open_at(tmp_path, io=(io := Seeing()), space=Space(b"s" * 32, size))
+    store = open_at(tmp_path, io=(io := HookedDisk()), space=Space(b"s" * 32, size))
     for number in (0, 1):
         views[number][:] = bytes_of(number, size)
     keys = [key_of(0), key_of(1)]
     assert store.write(keys, [0, 1], views[:2]) == [DONE] * 2
     assert store.read(keys, views[2:]) == [DONE] * 2
     assert arena[: 2 * size] == arena[2 * size :]
-    assert all(any(view is seen for seen in io.seen) for view in views)
-    assert all(is_aligned(seen) for seen in io.seen)
+    seen = [buffer for name, args in io.calls if name in ("preadv", "pwritev") for buffer in args[1]]
+    assert all(any(view is buffer for buffer in seen) for view in views)
+    assert all(map(is_aligned, seen))
     store.close()
 
 
@@ -188,7 +143,7 @@ def test_the_files_never_grow_beyond_the_bound(tmp_path: Path, eviction, num_slo
         assert num_bytes_in(tmp_path) <= max_bytes_for(num_slots)
         assert store.usage().num_used <= num_slots_got
     assert len(those_in(store, range(4 * num_slots_got))) == num_slots_got, "every slot is used"
-    store._index.check()
+    store._now.index.check()
     store.close()
 
 
@@ -208,9 +163,9 @@ def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_
     """Each of them alone would have had room in the files that are there."""
     store = open_at(tmp_path, num_slots=80)
     write(store, 0)
-    num_free = store._index._pool.num_free
+    num_free = store._now.index._pool.num_free
     assert num_free > 2 and len(segment_paths(tmp_path)) == 1
-    claim, others = store._index.claim, list(range(100, 99 + num_free))
+    claim, others = store._now.index.claim, list(range(100, 99 + num_free))
 
     def late(*args: object, **kwargs: object) -> object:
         """Another writer comes between what this one has looked at and its claim."""
@@ -220,7 +175,7 @@ def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_
             write(store, *numbers)
         return claim(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store._index, "claim", late)
+    monkeypatch.setattr(store._now.index, "claim", late)
     assert write(store, 1, 2) == [DONE, DONE]
     assert those_in(store, range(200)) == {0, 1, 2, *range(100, 99 + num_free)}
     assert len(segment_paths(tmp_path)) == 2
@@ -240,19 +195,6 @@ def test_what_was_used_last_stays(tmp_path: Path) -> None:
 
 def test_a_block_that_is_being_read_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
     assert _outcome_of_a_read_amid_writes(tmp_path) is DONE
-
-
-def test_a_read_without_a_pin_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = SlotIndex.pin_each
-
-    def loose(self: SlotIndex, keys: Sequence[bytes]):  # type: ignore[no-untyped-def]
-        slots, pin = pinned(self, keys)
-        if pin is not None:
-            self.unpin(pin)
-        return slots, self._pool.pin([], "nothing")
-
-    monkeypatch.setattr(SlotIndex, "pin_each", loose)
-    assert _outcome_of_a_read_amid_writes(tmp_path) is not DONE
 
 
 def _outcome_of_a_read_amid_writes(path: Path) -> Outcome:
@@ -291,3 +233,116 @@ def test_a_store_whose_slots_are_all_being_read_says_full(tmp_path: Path) -> Non
     thread.join()
     assert write(store, 100) == [DONE]
     store.close()
+
+
+BLOCKS = range(120)
+
+
+def _together(*works: Callable[[], None]) -> None:
+    """Run all at once; the first error of any is raised."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("resets", [False, True])
+def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct: bool, resets: bool) -> None:
+    store = open_at(tmp_path, num_slots=40, io=None if direct else QuickDisk())
+    num_done = [0] * 6
+    writers_gone = threading.Semaphore(0)
+    write(store, *range(40))
+
+    def reader(who: int) -> None:
+        rng = random.Random(who)
+        while not writers_gone.acquire(blocking=False):  # each writer lets one reader go
+            first = rng.randrange(len(BLOCKS) - 6)
+            num_done[who] += read(store, *range(first, first + 6)).count(Outcome.DONE)
+            store.find([key_of(number) for number in range(first, first + 6)])
+
+    def writer(who: int) -> None:
+        rng = random.Random(who)
+        try:
+            for _ in range(60):
+                first = rng.randrange(len(BLOCKS) - 6)
+                outcomes = write(store, *range(first, first + 6))
+                assert set(outcomes) <= {Outcome.DONE, Outcome.FULL}
+                num_done[who] += outcomes.count(Outcome.DONE)
+        finally:
+            writers_gone.release()
+
+    def other() -> None:
+        for _ in range(10):
+            store.persist()
+            if resets:
+                store.reset()
+            store.probe()
+
+    works = [lambda who=who: reader(who) for who in range(3)] + [
+        lambda who=who: writer(who) for who in range(3, 6)
+    ]  # type: ignore[misc]
+    _together(*works, other)
+    assert sum(num_done[:3]) > 0 and sum(num_done[3:]) > 0
+    assert not store._now.index._writing
+    store._now.index.check()
+    store.close()
+
+
+def test_all_may_write_the_same_blocks_at_once(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=64)
+    got: list[list[Outcome]] = []
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed).sample(range(30), 30)
+        got.append(write(store, *numbers))
+        got.append(read(store, *numbers))
+
+    _together(*[lambda seed=seed: work(seed) for seed in range(6)])  # type: ignore[misc]
+    assert all(outcomes == [Outcome.DONE] * 30 for outcomes in got), (
+        "whoever was told DONE can read it at once"
+    )
+    assert store.usage().num_used == 30
+    store.close()
+
+
+def test_reads_and_writes_go_on_during_a_scan(tmp_path: Path) -> None:
+    store = open_at(tmp_path, num_slots=200)
+    write(store, *range(100))
+    store.close()
+    store = open_at(tmp_path, num_slots=200, scanned=False)
+    _together(
+        lambda: [read(store, *range(0, 100, 3)) for _ in range(10)] and None,
+        lambda: [write(store, *range(number, number + 20)) for number in range(0, 120, 10)] and None,
+        lambda: [store.persist() for _ in range(5)] and None,
+    )
+    assert store.wait_scanned(60.0)
+    assert read(store, *range(120)) == [Outcome.DONE] * 120
+    store._now.index.check()
+    store.close()
+
+
+DEPTHS = [0, 255, 2**16 - 1, 2**16, 2**24, 2**32 - 1]
+
+
+def test_blocks_of_any_depth_are_written_and_found_after_a_restart(tmp_path: Path) -> None:
+    numbers = range(len(DEPTHS))
+    store = open_at(tmp_path / "cache")
+    assert store.write([key_of(n) for n in numbers], DEPTHS, [memoryview(bytes_of(n)) for n in numbers]) == [
+        Outcome.DONE
+    ] * len(DEPTHS)
+    store.close()
+    again = open_at(tmp_path / "cache")
+    assert read(again, *numbers) == [Outcome.DONE] * len(DEPTHS)
+    again.close()

@@ -14,7 +14,8 @@ import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,22 +27,18 @@ from penstock.kv.tiers.manifest import unpack as unpack_manifest
 from penstock.kv.tiers.ssd.directory import (
     FULL,
     SECTOR_BYTES,
+    Buffers,
     Directory,
     DiskIo,
-    ManifestFiles,
     is_aligned,
     make_directory,
-    read_all,
     remake_directory,
-    write_all,
 )
-from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
+from penstock.kv.tiers.ssd.index import ABSENT, Keys, Scan, SlotIndex
 from penstock.kv.tiers.ssd.segments import (
     Segment,
-    SegmentFiles,
     SegmentHead,
     Segments,
-    WithheldSlots,
     pack_slot,
     slot_bytes,
     unpack_slot,
@@ -49,6 +46,8 @@ from penstock.kv.tiers.ssd.segments import (
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written, pack
 
 log = logging.getLogger(__name__)
+
+Outcomes = list[Outcome]  # by block
 
 _MOST_BLOCKS = 256  # of a run, two buffers each: half of the limit of one call
 # of a run: larger calls are no faster, and unaligned memory is copied through a buffer of this size
@@ -69,66 +68,55 @@ class SlotRun(NamedTuple):
 
     def split(self) -> list[SlotRun]:
         """The same run, block by block."""
-        return [
-            SlotRun(self.segment, self.head, self.first + i, [place]) for i, place in enumerate(self.places)
-        ]
+        return [self._replace(first=self.first + i, places=[place]) for i, place in enumerate(self.places)]
 
 
-def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[SlotRun]:
-    """`slots` are pairs of slot and place, in any order, each slot once."""
-    run: SlotRun | None = None
-    most = 0  # blocks of the run
+def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> list[SlotRun]:
+    """`slots` are pairs of slot and place, in any order."""
+    runs: list[SlotRun] = []
     for slot, place in sorted(slots):
         segment, number = segments.locate(slot)
+        most = min(_MOST_BLOCKS, _MOST_BYTES // slot_bytes(segment.head.block_bytes))
         if (
-            run is not None
-            and (run.segment, run.first + len(run.places)) == (segment, number)
+            runs
+            and (run := runs[-1]).segment is segment
+            and run.first + len(run.places) == number
             and len(run.places) < most
         ):
             run.places.append(place)
-            continue
-        if run is not None:
-            yield run
-        run = SlotRun(segment, segment.head, number, [place])
-        most = min(_MOST_BLOCKS, _MOST_BYTES // slot_bytes(run.head.block_bytes))
-    if run is not None:
-        yield run
+        else:
+            runs.append(SlotRun(segment, segment.head, number, [place]))
+    return runs
 
 
 class SlotIo:
     """Moves the blocks of runs, checks what was read, and tells a bad block from a bad disk. For several
     threads."""
 
-    def __init__(self, files: SegmentFiles, space: bytes) -> None:
-        self._files = files
+    def __init__(self, directory: Directory, space: bytes) -> None:
+        self._directory = directory
         self._space = space
         self._strikes = 0
 
-    def read(self, run: SlotRun, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
-        """The outcome of each block of `run`; `keys` and `into` are those of its blocks."""
-        try:
-            buffers, heads, copies = self._buffers(run, into)  # good until the thread's next call
-            num = read_all(
-                self._files.io, run.segment.fd, buffers, run.segment.offset(run.first)
-            ) // slot_bytes(run.head.block_bytes)
-        except OSError as error:
-            if len(run.places) == 1:
-                self._strike(error, "read")
-                return [Outcome.FAILED]
-        else:
-            self._strikes = 0
-            heads = heads[:num]  # of blocks that were read in full
-            for i, copy in enumerate(copies[:num]):
-                into[i][:] = copy[: len(into[i])]
-            return [self._judge(heads[i : i + 1], key, into[i]) for i, key in enumerate(keys)]
-        # Which of them it is shows one by one.
-        return [
-            self.read(single, keys[i : i + 1], into[i : i + 1])[0] for i, single in enumerate(run.split())
-        ]
+    def read(self, run: SlotRun, keys: Keys, into: Buffers) -> Outcomes:
+        """The outcome of each block of `run`; `keys` and `into` are those of the whole call."""
 
-    def _judge(self, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
-        """`sector` is empty where the file ended before the block did."""
-        head = unpack_slot(sector[0]) if sector else None
+        def move(run: SlotRun) -> Outcomes:
+            blocks = [into[place] for place in run.places]
+            heads, payloads, buffers = self._buffers(run, blocks)
+            num_bytes = self._directory.read(run.segment.fd, buffers, run.segment.offset(run.first))
+            num = num_bytes // slot_bytes(run.head.block_bytes)  # blocks that were read in full
+            outcomes = [Outcome.CORRUPT] * len(blocks)
+            for i, (place, block) in enumerate(zip(run.places[:num], blocks[:num], strict=True)):
+                if payloads[i] is not block:
+                    block[:] = payloads[i][: len(block)]
+                outcomes[i] = self._judge(heads[i], keys[place], block)
+            return outcomes
+
+        return self._try(run, "read", move)
+
+    def _judge(self, sector: memoryview, key: bytes, payload: memoryview) -> Outcome:
+        head = unpack_slot(sector)
         if (
             head is None
             or (head.envelope.key, head.envelope.space) != (key, self._space)
@@ -137,53 +125,99 @@ class SlotIo:
             return Outcome.CORRUPT
         return Outcome.DONE
 
-    def write(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
-        """The outcome of each block of `run`. Unless it is DONE, the slot's content is undefined."""
-        try:
-            buffers, head_buffers, copies = self._buffers(run, blocks)
-            for i, head in enumerate(heads):
-                head_buffers[i][:] = head
-                if copies:
-                    copies[i][: len(blocks[i])] = blocks[i]
-            write_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first))
-        except OSError as error:
-            if len(run.places) == 1:
-                if error.errno not in FULL:
-                    self._strike(error, "written")
-                return [Outcome.FULL if error.errno in FULL else Outcome.FAILED]
-        else:
-            self._strikes = 0
+    def write(self, run: SlotRun, heads: Mapping[int, bytes], blocks: Buffers) -> Outcomes:
+        """The outcome of each block of `run`; `heads` are those of the run, by place, and `blocks` those of
+        the whole call. Unless it is DONE, the slot's content is undefined."""
+
+        def move(run: SlotRun) -> Outcomes:
+            sectors, payloads, buffers = self._buffers(run, [blocks[place] for place in run.places])
+            for place, sector, payload in zip(run.places, sectors, payloads, strict=True):
+                sector[:] = heads[place]
+                if payload is not blocks[place]:
+                    payload[: len(blocks[place])] = blocks[place]
+            self._directory.write(run.segment.fd, buffers, run.segment.offset(run.first))
             return [Outcome.DONE] * len(run.places)
-        return [
-            self.write(single, heads[i : i + 1], blocks[i : i + 1])[0] for i, single in enumerate(run.split())
-        ]
+
+        return self._try(run, "written", move)
+
+    def _try(self, run: SlotRun, done: str, move: Callable[[SlotRun], Outcomes]) -> Outcomes:
+        """If the run cannot be moved as a whole, block by block: that shows which of them it is."""
+        try:
+            outcomes = move(run)
+            self._strikes = 0
+            return outcomes
+        except OSError as error:
+            why = error
+        if len(run.places) > 1:
+            return [outcome for single in run.split() for outcome in self._try(single, done, move)]
+        if why.errno in FULL:
+            return [Outcome.FULL]
+        self._strikes += 1
+        where = self._directory.path
+        if why.errno in _GONE or self._strikes >= _STRIKES:
+            raise StoreFailed(f"the SSD cache in {where} cannot be {done}: {why.strerror}") from why
+        log.warning("SSD cache in %s: a block could not be %s: %s", where, done, why.strerror)
+        return [Outcome.FAILED]
 
     def forgive(self) -> None:
         """The disk can be used again."""
         self._strikes = 0
 
-    def _strike(self, error: OSError, done: str) -> None:
-        """One block could not be read or written. Raises if the disk as a whole has failed."""
-        self._strikes += 1
-        where = self._files.directory.path
-        if error.errno in _GONE or self._strikes >= _STRIKES:
-            raise StoreFailed(f"the SSD cache in {where} cannot be {done}: {error.strerror}") from error
-        log.warning("SSD cache in %s: a block could not be %s: %s", where, done, error.strerror)
-
-    def _buffers(
-        self, run: SlotRun, blocks: Sequence[memoryview]
-    ) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
-        """The buffers of the system call, in file order; the heads among them; and the payloads among them,
-        empty if these are `blocks`."""
-        num = len(blocks)
+    def _buffers(self, run: SlotRun, blocks: Buffers) -> tuple[list[memoryview], Buffers, list[memoryview]]:
+        """Heads and payloads of the run, and both as the system call gets them, in file order. The payloads
+        are `blocks`, if direct I/O can use these. Good until the thread's next call."""
         if all(map(is_aligned, blocks)):
-            room = self._files.scratch.room(num * SECTOR_BYTES)
-            heads = [room[i * SECTOR_BYTES : (i + 1) * SECTOR_BYTES] for i in range(num)]
-            return [buffer for pair in zip(heads, blocks, strict=True) for buffer in pair], heads, []
-        width = slot_bytes(run.head.block_bytes)
-        room = self._files.scratch.room(num * width)
-        slots = [room[i * width : (i + 1) * width] for i in range(num)]
-        return [room], [slot[:SECTOR_BYTES] for slot in slots], [slot[SECTOR_BYTES:] for slot in slots]
+            _, heads = self._directory.scratch.parts(len(blocks), SECTOR_BYTES)
+            payloads = blocks
+        else:
+            _, slots = self._directory.scratch.parts(len(blocks), slot_bytes(run.head.block_bytes))
+            heads, payloads = [slot[:SECTOR_BYTES] for slot in slots], [slot[SECTOR_BYTES:] for slot in slots]
+        return heads, payloads, [buffer for pair in zip(heads, payloads, strict=True) for buffer in pair]
+
+
+class OpenFiles:
+    """What a store has open: its directory, the files in it, and the index over them. Closes once."""
+
+    def __init__(self, directory: Directory, max_bytes: int, space: Space, eviction: EvictionName) -> None:
+        """Owns `directory` from here on. Raises ConfigError, StoreFailed or OSError; then it is closed."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(directory.close)
+            self.directory = directory
+            self.segments = Segments(directory, space, max_bytes)
+            undo.callback(self.segments.close)
+            num_slots = self.segments.num_slots
+            pool = BlockPool(num_slots, "ssd", eviction=make_order(eviction, num_slots))
+            self.index = SlotIndex(pool, self.segments)
+            directory.tidy()
+            self._pin_found(space)  # before anything can overwrite them
+            self.slot_io = SlotIo(directory, space.digest)
+            self.scan = Scan(self.segments, self.index)
+            undo.pop_all()
+
+    def _pin_found(self, space: Space) -> None:
+        """Pin the blocks of the snapshots in the directory whose manifests are intact and of this space."""
+        for id in self.directory.manifests():
+            try:
+                manifest = unpack_manifest(self.directory.read_manifest(id) or b"")
+            except (SnapshotRefused, StoreFailed) as error:
+                log.warning("the snapshot %s in %s is left alone: %s", id, self.directory.path, error)
+                continue
+            if manifest.space == space.digest and manifest.id == id:  # under another name it is refused
+                self.index.pin_keys(id, manifest.block_keys)
+
+    def are_in_place(self) -> bool:
+        return self.directory.is_in_place() and self.segments.are_in_place()
+
+    def close(self) -> None:
+        self.scan.close()
+        try:
+            self.segments.persist()
+        except StoreFailed as error:
+            log.warning("%s", error)
+        finally:
+            self.segments.close()
+            self.directory.close()
+        self.index.close()
 
 
 class SsdStore:
@@ -195,263 +229,192 @@ class SsdStore:
 
     def __init__(self, path: Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo) -> None:
         self._path = path
-        self._max_bytes = max_bytes
         self._space = space
-        self._eviction: EvictionName = eviction
         self._lock = threading.Lock()
         self._num_calls = 0  # in flight on the open files
-        self._is_open = False
+        self._is_open = True
         self._closed = False  # for good
-        self._pinned_keys: dict[str, Sequence[bytes]] = {}  # by snapshot, since the start
-        self._open(lambda: make_directory(path), io)
-
-    def _open(self, lock: Callable[[], Directory], io: DiskIo) -> None:
-        """Raises ConfigError or OSError; then nothing has changed."""
-        with contextlib.ExitStack() as undo:
-            directory = lock()
-            undo.callback(directory.close)
-            segments = Segments(SegmentFiles(io, directory), self._space, self._max_bytes)
-            undo.callback(segments.close)
-            pool = BlockPool(
-                segments.num_slots, "ssd", eviction=make_order(self._eviction, segments.num_slots)
-            )
-            index = SlotIndex(pool, segments.generation, segments.written_ns)
-            manifests = ManifestFiles(io, directory)
-            manifests.tidy()
-            for id, keys in self._found_pinned(manifests).items():  # before anything can overwrite them
-                index.pin_keys(id, keys)
-            for segment in segments:  # no slot can be used before its file is made or its head is read
-                segment.withheld = [
-                    WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()
-                ]
-            scan = Scan(
-                segments.files, index, [group for segment in segments for group in segment.take_ready()]
-            )
-            scan.start()
-            undo.pop_all()
-        self._directory, self._segments, self._index, self._scan, self._manifests = (
-            directory,
-            segments,
-            index,
-            scan,
-            manifests,
-        )
-        self._slot_io = SlotIo(segments.files, self._space.digest)
-        with self._lock:
-            for id, keys in self._pinned_keys.items():
-                index.pin_keys(id, keys)
-            self._is_open = True
-
-    def _found_pinned(self, manifests: ManifestFiles) -> dict[str, Sequence[bytes]]:
-        """The blocks of the snapshots in the directory whose manifests are intact and of this space."""
-        pinned: dict[str, Sequence[bytes]] = {}
-        for id in manifests.ids():
-            try:
-                manifest = unpack_manifest(manifests.read(id) or b"")
-            except (SnapshotRefused, StoreFailed) as error:
-                log.warning("the snapshot %s in %s is left alone: %s", id, self._path, error)
-                continue
-            if manifest.space == self._space.digest and manifest.id == id:  # under another name it is refused
-                pinned[id] = manifest.block_keys
-        return pinned
+        self._pinned_keys: dict[str, Keys] = {}  # by snapshot, since the start
+        self._open = partial(OpenFiles, max_bytes=max_bytes, space=space, eviction=eviction)
+        self._now = self._open(make_directory(path, io))
 
     @property
-    def files(self) -> SegmentFiles:
-        """Its files. A test may replace their `io` by a disk that fails."""
-        return self._segments.files
+    def directory(self) -> Directory:
+        """A test may replace its `io` by a disk that fails."""
+        return self._now.directory
 
     def wait_scanned(self, timeout_s: float) -> bool:
         """Whether all blocks of an earlier process can be found by then."""
-        return self._scan.done.wait(timeout_s)
+        return self._now.scan.done.wait(timeout_s)
 
-    def find(self, keys: Sequence[bytes]) -> int:
-        return self._index.find(keys) if self._is_open else 0
+    def find(self, keys: Keys) -> int:
+        return self._now.index.find(keys) if self._is_open else 0
 
     def usage(self) -> StoreUsage:
-        num_keys = self._index.num_keys if self._is_open else 0
-        return StoreUsage(num_keys, max(num_keys, self._segments.num_usable))
+        num_keys = self._now.index.num_keys if self._is_open else 0
+        return StoreUsage(num_keys, max(num_keys, self._now.segments.num_usable))
 
     # ------------------------------------------------------------------------------------------------- blocks
 
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
-        with self._call():
-            return self._read(keys, into)
+    def read(self, keys: Keys, into: Buffers) -> Outcomes:
+        with self._call() as now:
+            return self._read(now, keys, into)
 
-    def _read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
+    def _read(self, now: OpenFiles, keys: Keys, into: Buffers) -> Outcomes:
         outcomes = [Outcome.MISSING] * len(keys)
-        slots, pin = self._index.pin_each(keys)
+        slots, pin = now.index.pin_each(keys)
         if pin is None:
             return outcomes
         whole: list[int] = []
         try:
-            first = {slot: place for place, slot in reversed(list(enumerate(slots))) if slot != ABSENT}
-            for run in runs_of(self._segments, first.items()):
-                read = self._slot_io.read(
-                    run, [keys[place] for place in run.places], [into[place] for place in run.places]
-                )
-                for place, outcome in zip(run.places, read, strict=True):
+            here = [(slot, place) for place, slot in enumerate(slots) if slot != ABSENT]
+            for run in runs_of(now.segments, here):
+                for place, outcome in zip(run.places, now.slot_io.read(run, keys, into), strict=True):
                     outcomes[place] = outcome
                     if outcome is not Outcome.DONE:
-                        self._give_up(keys[place], slots[place], outcome)
-            for place, slot in enumerate(slots):
-                if slot != ABSENT and first[slot] != place:  # requested twice
-                    outcomes[place] = outcomes[first[slot]]
-                    into[place][:] = into[first[slot]]
-            whole = [slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE]
+                        now.index.forget(keys[place], slots[place])
+                        segment, number = now.segments.locate(slots[place])
+                        where = now.directory.segment_path(segment.head.number)
+                        log.warning(
+                            "the block in slot %d of %s is given up: %s", number, where, outcome.value
+                        )
+            whole = [slot for slot, place in here if outcomes[place] is Outcome.DONE]
         finally:
-            self._index.unpin(pin, whole)
+            now.index.unpin(pin, whole)
         return outcomes
 
-    def _give_up(self, key: bytes, slot: int, outcome: Outcome) -> None:
-        self._index.forget(key, slot)
-        segment, number = self._segments.locate(slot)
-        where = self._segments.files.path(segment.head.number)
-        log.warning("the block in slot %d of %s is given up: %s", number, where, outcome.value)
+    def write(self, keys: Keys, depths: Sequence[int], blocks: Buffers) -> Outcomes:
+        with self._call(changes=True) as now:
+            return self._write(now, keys, depths, blocks)
 
-    def write(
-        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
-    ) -> list[Outcome]:
-        with self._call(changes=True):
-            return self._write(keys, depths, blocks)
-
-    def _write(
-        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
-    ) -> list[Outcome]:
-        claim = self._index.claim(keys, evicts=False)
+    def _write(self, now: OpenFiles, keys: Keys, depths: Sequence[int], blocks: Buffers) -> Outcomes:
+        claim = now.index.claim(keys, evicts=False)
         while claim is None:  # nothing is evicted while files can be made
-            if (segment := self._segments.try_grow()) is not None:
-                self._index.release(segment.take_ready())  # no other writer has made this file
-            claim = self._index.claim(keys, evicts=segment is None)
+            if grown := now.segments.try_grow():
+                now.index.release(now.index.take_ready())
+            claim = now.index.claim(keys, evicts=not grown)
         written: dict[int, bytes] = {}
         try:
-            for run in runs_of(self._segments, zip(claim.slots, claim.places, strict=True)):
-                heads = []
-                for i, place in enumerate(run.places):
+            for run in runs_of(now.segments, zip(claim.slots, claim.places, strict=True)):
+                heads: dict[int, bytes] = {}
+                for slot, place in enumerate(run.places, run.first):
                     # so that the end of a prefix counts as older
                     sequence = claim.sequence + len(keys) - 1 - place
                     envelope = pack(keys[place], self._space.digest, blocks[place], sequence)
-                    heads.append(pack_slot(envelope, run.head, run.first + i, depths[place]))
-                outcomes = self._slot_io.write(run, heads, [blocks[place] for place in run.places])
-                self._segments.note_unsynced(run.segment)
+                    heads[place] = pack_slot(envelope, run.head, slot, depths[place])
+                outcomes = now.slot_io.write(run, heads, blocks)
+                now.segments.note_unsynced(run.segment)
                 for place, outcome in zip(run.places, outcomes, strict=True):
                     claim.outcomes[place] = outcome
                     if outcome is Outcome.DONE:
                         written[place] = run.head.generation
         finally:
-            self._index.land(claim, keys, depths, written)
+            now.index.land(claim, keys, depths, written)
         for place in claim.unverified:
-            claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
-        again: list[int] = []
-        # this claim has landed, so claims cannot wait for each other in a circle
-        for place, key, other in claim.others:
-            other.over.wait()
-            claim.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
-            if key in other.forgotten:  # the other's block was forgotten before it could be found
-                again.append(place)
-        for place in again:
-            (claim.outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
+            # A crash may have torn this block of an earlier process, and a later persist promises it.
+            one = [keys[place]], [memoryview(bytearray(len(blocks[place])))]
+            if self._read(now, *one) != [Outcome.DONE]:
+                (claim.outcomes[place],) = self._write(now, one[0], [depths[place]], [blocks[place]])
         return claim.outcomes
-
-    def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
-        """A crash may have torn a block of an earlier process, and a later persist promises that this block
-        is there."""
-        (outcome,) = self._read([key], [memoryview(bytearray(len(block)))])
-        return outcome if outcome is Outcome.DONE else self._write([key], [depth], [block])[0]
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
-    def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
+    def pin_keys(self, id: str, keys: Keys) -> None:
         with self._lock:  # files may be reopened, with a new index
             self._pinned_keys[id] = keys
-            self._index.pin_keys(id, keys)
+            self._now.index.pin_keys(id, keys)
 
     def unpin_keys(self, id: str) -> None:
         with self._lock:
             self._pinned_keys.pop(id, None)
-            self._index.unpin_keys(id)
+            self._now.index.unpin_keys(id)
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        return self._index.num_leading(keys) if self._is_open else 0
+    def num_leading(self, keys: Keys) -> int:
+        return [*self.has_each(keys), False].index(False)
 
-    def has_each(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._index.has_each(keys) if self._is_open else [False] * len(keys)
+    def has_each(self, keys: Keys) -> list[bool]:
+        if not self._is_open:
+            return [False] * len(keys)
+        return [slot != ABSENT for slot in self._now.index.find_each(keys)]
 
     def manifests(self, start: str = "") -> list[str]:
-        with self._call():
-            return [id for id in self._manifests.ids() if id.startswith(start)]
+        with self._call() as now:
+            return [id for id in now.directory.manifests() if id.startswith(start)]
 
     def read_manifest(self, id: str) -> bytes | None:
-        with self._call():
-            return self._manifests.read(id)
+        with self._call() as now:
+            return now.directory.read_manifest(id)
 
     def write_manifest(
         self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
     ) -> Written:
         """One process writes to the directory, and it has one thread for manifests."""
-        with self._call(changes=True):
-            if self._manifests.read(id) != instead_of:
+        with self._call(changes=True) as now:
+            if now.directory.read_manifest(id) != instead_of:
                 return Written.TAKEN
-            return Written.DONE if self._manifests.write(id, data) else Written.FULL
+            return Written.DONE if now.directory.write_manifest(id, data) else Written.FULL
 
     def remove_manifest(self, id: str, only: bytes | None = None) -> None:
-        with self._call(changes=True):
-            if only is None or self._manifests.read(id) == only:
-                self._manifests.remove(id)
+        with self._call(changes=True) as now:
+            if only is None or now.directory.read_manifest(id) == only:
+                now.directory.remove_manifest(id)
 
     # -------------------------------------------------------------------------------------------------- place
 
     def persist(self) -> None:
-        with self._call(changes=True):
-            self._segments.persist()
+        with self._call(changes=True) as now:
+            now.segments.persist()
 
     def reset(self) -> int:
-        with self._call(changes=True), self._segments.renewal() as renew:
-            return self._index.reset(renew)
+        with self._call(changes=True) as now, now.segments.renewal() as renew:
+            return now.index.reset(renew)
 
     def probe(self) -> None:
         """Also reopens everything if its files are no longer those of the directory, or could not be opened
         the last time."""
-        if not self._is_open or not (self._directory.is_in_place() and self._segments.are_in_place()):
+        if not self._is_open or not self._now.are_in_place():
             self._open_anew()
-        with self._call():
-            self._segments.probe()
-            self._slot_io.forgive()
+        with self._call() as now:
+            now.segments.probe()
+            now.slot_io.forgive()
 
     @contextlib.contextmanager
-    def _call(self, changes: bool = False) -> Iterator[None]:
+    def _call(self, changes: bool = False) -> Iterator[OpenFiles]:
         """Raises StoreFailed if nothing is open; with `changes` also if a change would be lost."""
         with self._lock:
             if not self._is_open:
-                raise StoreFailed(
-                    f"the SSD cache in {self._path} is {'closed' if self._closed else 'not open'}"
-                )
+                raise self._failed("is closed" if self._closed else "is not open")
             self._num_calls += 1
         try:
-            if changes and not self._directory.is_in_place():
+            if changes and not self._now.directory.is_in_place():
                 raise StoreFailed("the directory of the SSD cache, or its lock, has been removed or replaced")
-            yield
+            yield self._now
         finally:
             with self._lock:
                 self._num_calls -= 1
+
+    def _failed(self, why: str) -> StoreFailed:
+        return StoreFailed(f"the SSD cache in {self._path} {why}")
 
     def _open_anew(self) -> None:
         """Blocks in lost files are misses from now on. Raises StoreFailed while calls use the old files, and
         if the directory is not available, for example locked by another process."""
         with self._lock:
             if self._closed:
-                raise StoreFailed(f"the SSD cache in {self._path} is closed")
+                raise self._failed("is closed")
             if self._num_calls:
-                raise StoreFailed(
-                    f"the SSD cache in {self._path} is still busy with files that have been removed or "
-                    "replaced"
-                )
+                raise self._failed("is still busy with files that have been removed or replaced")
             was_open, self._is_open = self._is_open, False
         if was_open:
-            self._close_files()
+            self._now.close()
         try:
-            self._open(lambda: remake_directory(self._path, self._directory.device), self.files.io)
+            now = self._open(remake_directory(self._path, self.directory.io, self.directory.device))
         except (ConfigError, OSError) as error:
             raise StoreFailed(f"the SSD cache cannot be opened anew: {error}") from error
+        with self._lock:
+            for id, keys in self._pinned_keys.items():
+                now.index.pin_keys(id, keys)
+            self._now, self._is_open = now, True
         log.warning(
             "the SSD cache in %s was opened anew: its directory, its lock or a file had been removed or "
             "replaced",
@@ -462,21 +425,7 @@ class SsdStore:
         with self._lock:
             was_open, self._is_open, self._closed = self._is_open, False, True
         if was_open:
-            self._close_files()
-
-    def _close_files(self) -> None:
-        self._scan.close()
-        try:
-            self._segments.persist()
-        except StoreFailed as error:
-            log.warning("%s", error)
-        finally:
-            self._segments.close()
-            self._directory.close()
-        for segment in self._segments:
-            self._index.release(segment.withheld)
-            segment.withheld = []
-        self._index.close()
+            self._now.close()
 
 
 def open_ssd(

@@ -14,21 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
+from penstock.errors import SnapshotRefused, StoreFailed
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
 from penstock.kv.tiers.ssd.directory import (
-    READ_THROUGH_BYTES,
     SECTOR_BYTES,
     Directory,
-    DiskIo,
-    ManifestFiles,
     open_directory,
-    read_all,
+    usable,
 )
 from penstock.kv.tiers.ssd.segments import (
-    SegmentFiles,
     SegmentHead,
     SlotHead,
+    read_head,
+    read_slots,
     segment_bytes,
     slot_bytes,
     unpack_slot,
@@ -94,11 +92,7 @@ class Survey:
         return sum(space.num_blocks for space in self.spaces.values())
 
 
-def _silent(done: int, total: int) -> None:
-    """Does nothing."""
-
-
-def inspect(directory: str | Path, progress: Progress = _silent) -> Survey:
+def inspect(directory: str | Path, progress: Progress = lambda done, total: None) -> Survey:
     """Heads only. Raises ConfigError if there is no cache, or an engine uses it."""
     with _locked(directory) as opened:
         return _Surveyor(opened, progress, payloads=False).survey()
@@ -114,90 +108,74 @@ def clear(directory: str | Path, progress: Progress) -> Survey:
     """Remove all files of the cache, of every space; other files in the directory stay. Returns what there
     was, in files and bytes."""
     with _locked(directory) as opened:
+        segments = opened.segment_files().values()
         manifests = [*opened.snapshot_files().values(), *opened.unfinished_files()]
-        names = [path.name for path in (*opened.segment_files().values(), *manifests)]
-        sizes = [os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size for name in names]
-        found = Survey(opened.path, num_segments=len(names) - len(manifests), file_bytes=sum(sizes))
-        found.snapshots = [SnapshotSurvey(path.name) for path in manifests]
-        for done, name in enumerate(names, 1):
-            os.unlink(name, dir_fd=opened.fd)
-            progress(done, len(names))
+        found = Survey(
+            opened.path, len(segments), snapshots=[SnapshotSurvey(path.name) for path in manifests]
+        )
+        for done, path in enumerate([*segments, *manifests], 1):
+            found.file_bytes += path.lstat().st_size
+            opened.unlink(path)
+            progress(done, len(segments) + len(manifests))
         os.fsync(opened.fd)
         return found
 
 
 @contextlib.contextmanager
 def _locked(directory: str | Path) -> Iterator[Directory]:
-    opened = open_directory(Path(directory).absolute())
-    try:
+    with contextlib.closing(open_directory(Path(directory).absolute())) as opened, usable(opened.path):
         yield opened
-    except OSError as error:
-        raise ConfigError(
-            f"the SSD cache directory {opened.path} cannot be used: {error.strerror}"
-        ) from error
-    finally:
-        opened.close()
 
 
 class _Surveyor:
     """One pass over the files, over their heads alone or with all `payloads`."""
 
     def __init__(self, directory: Directory, progress: Progress, payloads: bool) -> None:
-        self._files = SegmentFiles(DiskIo(), directory)
+        self._directory = directory
         self._survey = Survey(directory.path, num_good=0 if payloads else None)
         self._progress = progress
         self._heads: dict[tuple[bytes, bytes], SlotHead] = {}  # of the newest block, by space and key
-        self._num_done = 0
 
     def survey(self) -> Survey:
         found = self._survey
-        segments = [
-            head
-            for number in self._files.directory.segment_files()
-            if (head := self._segment_head(number)) is not None
-        ]
-        found.num_slots = sum(head.num_slots for head in segments)
-        for segment in segments:
-            self._walk(segment)
+        with contextlib.ExitStack() as opened:
+            segments: list[tuple[int, SegmentHead]] = []
+            for number, path in self._directory.segment_files().items():
+                fd = self._directory.open_direct(path, os.O_RDONLY)
+                opened.callback(self._directory.close_file, fd)
+                if (head := self._segment_head(fd, number, path.name)) is not None:
+                    segments.append((fd, head))
+            found.num_slots = sum(head.num_slots for _, head in segments)
+            num_done = 0
+            for fd, head in segments:
+                self._walk(fd, head, num_done)
+                num_done += head.num_slots
         for slot_head in self._heads.values():
             found.spaces.setdefault(slot_head.envelope.space.hex(), SpaceSurvey()).add(slot_head)
-        found.snapshots = list(self._snapshots())
+        found.snapshots = [self._snapshot(*one) for one in self._directory.snapshot_files().items()]
         return found
 
-    def _snapshots(self) -> Iterator[SnapshotSurvey]:
-        directory = self._files.directory
-        manifests = ManifestFiles(self._files.io, directory)
-        for id, path in directory.snapshot_files().items():
-            found = SnapshotSurvey(path.name)
-            try:
-                manifest = unpack_manifest(manifests.read(id) or b"")
-                is_here = [(manifest.space, key) in self._heads for key in manifest.block_keys]
-                found.name, found.space = manifest.name, manifest.space.hex()
-                found.num_tokens, found.num_blocks = manifest.num_tokens, manifest.num_blocks
-                found.num_found = next(
-                    (place for place, here in enumerate(is_here) if not here), len(is_here)
-                )
-                found.created_s, found.expires_s = manifest.created_s, manifest.expires_s
-                if manifest.id != id:
-                    found.damage = "the manifest lies under another snapshot's name"
-            except (SnapshotRefused, StoreFailed) as error:
-                found.damage = str(error)
-            yield found
-
-    @contextlib.contextmanager
-    def _opened(self, number: int) -> Iterator[int]:
-        """With direct I/O if the file system supports it, so that a check reads the disk and not the page
-        cache."""
-        fd = self._files.open(number, os.O_RDONLY)
+    def _snapshot(self, id: str, path: Path) -> SnapshotSurvey:
         try:
-            yield fd
-        finally:
-            self._files.close(fd)
+            manifest = unpack_manifest(self._directory.read_manifest(id) or b"")
+        except (SnapshotRefused, StoreFailed) as error:
+            return SnapshotSurvey(path.name, damage=str(error))
+        is_here = [(manifest.space, key) in self._heads for key in manifest.block_keys]
+        return SnapshotSurvey(
+            path.name,
+            manifest.name,
+            manifest.space.hex(),
+            manifest.num_tokens,
+            manifest.num_blocks,
+            [*is_here, False].index(False),
+            manifest.created_s,
+            manifest.expires_s,
+            "" if manifest.id == id else "the manifest lies under another snapshot's name",
+        )
 
-    def _segment_head(self, number: int) -> SegmentHead | None:
-        found, name = self._survey, self._files.path(number).name
-        with self._opened(number) as fd:
-            head, size = self._files.read_head(fd, number), self._files.io.stat(fd).st_size
+    def _segment_head(self, fd: int, number: int, name: str) -> SegmentHead | None:
+        found, size = self._survey, self._directory.io.stat(fd).st_size
+        head = read_head(self._directory, fd, number)
         found.num_segments += 1
         found.file_bytes += size
         if head is None:
@@ -206,22 +184,15 @@ class _Surveyor:
             found.damaged.append(f"{name}: shorter than its head says")
         return head
 
-    def _walk(self, segment: SegmentHead) -> None:
-        width = slot_bytes(segment.block_bytes)
-        whole = self._survey.num_good is not None or width <= READ_THROUGH_BYTES
-        step = max(1, _READ_BYTES // width) if whole else 1
-        name = self._files.path(segment.number).name
-        with self._opened(segment.number) as fd:
-            for first in range(0, segment.num_slots, step):
-                num = min(step, segment.num_slots - first)
-                room = self._files.scratch.room(num * width if whole else SECTOR_BYTES)
-                read = room[: read_all(self._files.io, fd, [room], SECTOR_BYTES + first * width)]
-                for i in range(num):
-                    self._judge(
-                        segment, first + i, f"{name} slot {first + i}", read[i * width : (i + 1) * width]
-                    )
-                self._num_done += num
-                self._progress(self._num_done, self._survey.num_slots)
+    def _walk(self, fd: int, segment: SegmentHead, num_done: int) -> None:
+        name, payloads = self._directory.segment_path(segment.number).name, self._survey.num_good is not None
+        step = max(1, _READ_BYTES // slot_bytes(segment.block_bytes))
+        for first in range(0, segment.num_slots, step):
+            slots = range(first, min(first + step, segment.num_slots))
+            images = read_slots(self._directory, fd, segment.block_bytes, slots, payloads)
+            for slot, image in zip(slots, images, strict=True):
+                self._judge(segment, slot, f"{name} slot {slot}", image)
+            self._progress(num_done + slots.stop, self._survey.num_slots)
 
     def _judge(self, segment: SegmentHead, slot: int, where: str, image: memoryview) -> None:
         found, head = self._survey, unpack_slot(image[:SECTOR_BYTES])
