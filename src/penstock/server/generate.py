@@ -382,7 +382,7 @@ class Generate:
     ) -> tuple[responses.ResponsesBody, int]:
         id = given.previous_response_id or ""
         try:
-            kept = await self._service.on_responses(lambda store: store.find(id, owner))
+            kept: KeptResponse = await self._service.ask("responses.find", id, owner)
         except ResponseMissing:
             raise responses.missing(id) from None
         return responses.continued(given, kept), num_bytes + len(kept.items) + len(kept.response)
@@ -392,7 +392,7 @@ class Generate:
     ) -> None:
         response = reply.ended(usage)
         kept = KeptResponse(msgspec.json.encode(given.items()), msgspec.json.encode(response))
-        await self._service.on_responses(lambda store: store.keep(response["id"], owner, kept))
+        await self._service.ask("responses.keep", response["id"], owner, kept)
 
     def _submit(
         self,
@@ -431,7 +431,7 @@ class Generate:
         # the same content for all choices, even if the adapter is reloaded meanwhile
         with self._service.hold_model(body.model) as adapter:
             for prompt in prompts:
-                sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
+                sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.facts.sampling)
                 if form is not None or (thought is not None and thought.most < sampling.max_tokens):
                     sampling = replace(
                         sampling, grammar=None if form is None else form.grammar, thought=thought

@@ -3,6 +3,7 @@ counts nothing itself."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from penstock import __version__
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
-from penstock.server.client import RequestFigures
+from penstock.server.seats import RequestFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -309,16 +310,14 @@ def _vllm(stats: EngineStats, figures: RequestFigures, labels: dict[str, str]) -
         yield histogram(f"vllm:{name}", source, counted, fixed=labels)
 
 
-def exposition(
-    stats: EngineStats, figures: RequestFigures, model: str, engine_pid: int | None = None
-) -> bytes:
+def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_pid: int) -> bytes:
     """The body of GET /metrics: one snapshot, so that its figures belong together. Process figures are the
     engine's, even if a front process answers."""
     registry = CollectorRegistry(auto_describe=False)
     vllm = _vllm(stats, figures, {"model_name": model, "engine": "0"})
     registry.register(MadeFamilies([*_of_engine(stats), *_of_requests(figures, model), *vllm]))
     PlatformCollector(registry=registry)
-    if engine_pid is None:
+    if engine_pid == os.getpid():
         GCCollector(registry=registry)
-    ProcessCollector(pid=lambda: "self" if engine_pid is None else engine_pid, registry=registry)
+    ProcessCollector(pid=lambda: engine_pid, registry=registry)
     return generate_latest(registry)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 import numpy as np
 from starlette.requests import Request
@@ -20,7 +18,6 @@ from penstock import __version__
 from penstock.contract import LoadedAdapter, Prefetched, Snapshot, SnapshotRequest
 from penstock.errors import InvalidRequest
 from penstock.server import about, messages, metrics, schema
-from penstock.server.client import FlushLevel, SnapshotStore
 from penstock.server.connection import read_body
 from penstock.server.faults import Hangup, Refused, json_response
 from penstock.server.generate import (
@@ -37,10 +34,8 @@ from penstock.server.generate import (
     prompts_of,
     while_connected,
 )
-from penstock.server.service import Service
+from penstock.server.service import FLUSH_S, Service
 from penstock.server.thinking import reasons
-
-T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
@@ -92,16 +87,14 @@ class Small:
     async def models(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         cards = [model_card(self._service, name) for name in self._service.names]
-        cards += [
-            model_card(self._service, loaded.adapter.name, loaded)
-            for loaded in self._service.engine.adapters.all()
-        ]
+        adapters = self._service.engine.adapters
+        cards += [model_card(self._service, name, loaded) for name, loaded in adapters.items()]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         name = request.path_params["model"]
-        loaded = self._service.engine.adapters.find(name)
+        loaded = self._service.engine.adapters.get(name)
         if loaded is None:
             self._service.check_model(name)
         return json_response(model_card(self._service, name, loaded))
@@ -112,9 +105,9 @@ class Small:
         id, owner = request.path_params["id"], owner_of(request.scope, request.query_params.get("cache_salt"))
         with self._service.side.take(1):
             if request.method == "DELETE":
-                await self._service.on_responses(lambda store: store.delete(id, owner))
+                await self._service.ask("responses.delete", id, owner)
                 return json_response({"id": id, "object": "response", "deleted": True})
-            kept = await self._service.on_responses(lambda store: store.find(id, owner))
+            kept = await self._service.ask("responses.find", id, owner)
         return Response(kept.response, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
@@ -168,11 +161,11 @@ class Small:
             return await self._service.compute(reply, num_bytes)
 
     async def cache_reset(self, request: Request) -> Response:
-        present = self._service.engine.tiers
+        present = self._service.engine.facts.tiers
         schema.check_query(request.query_params, tier=(*present, "all"))
         await self._no_fields(request)
         tier = request.query_params.get("tier", "all")
-        evicted = await self._service.reset_cache(present if tier == "all" else (tier,))
+        evicted = await self._service.ask("reset_cache", present if tier == "all" else (tier,))
         return json_response({"tier": tier, "evicted_blocks": sum(evicted.values()), "by_tier": evicted})
 
     async def cache_flush(self, request: Request) -> Response:
@@ -180,12 +173,12 @@ class Small:
         schema.check_query(request.query_params, level=("captured", "visible", "persisted"))
         await self._no_fields(request)
         level = request.query_params.get("level", "visible")
-        if level == "persisted" and not LASTING & set(self._service.engine.tiers):
+        if level == "persisted" and not LASTING & set(self._service.engine.facts.tiers):
             raise InvalidRequest(
                 "no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted",
                 "level",
             )
-        await self._service.flush_cache(cast(FlushLevel, level))
+        await self._service.ask("wait_flushed", level, FLUSH_S)
         return json_response({"level": level})
 
     async def cache_prefetch(self, request: Request) -> Response:
@@ -193,9 +186,8 @@ class Small:
         with self._service.side.take(1):
             body, num_bytes = await self._service.body(request, schema.PrefetchBody)
             body.check()
-            found = await self._service.prefetch(
-                await self._service.compute(lambda: self._begin_prefetch(body), num_bytes)
-            )
+            begun = await self._service.compute(lambda: self._begin_prefetch(body), num_bytes)
+            found = await self._service.answered("prefetch", begun)
             if found is None:
                 message = (
                     "no request of this session has ended here lately, or the cache_salt is not the one "
@@ -215,7 +207,7 @@ class Small:
 
     async def cache_stats(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        stats, _ = await self._service.snapshot()
+        stats, _ = await self._service.stats()
         content: dict[str, Any] = {
             "kv_blocks": {
                 tier: {"total": sum(states.values()), **states}
@@ -252,8 +244,8 @@ class Small:
 
     async def metrics(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        stats, figures = await self._service.snapshot()
-        text = metrics.exposition(stats, figures, self._service.names[0], self._service.fronts.engine_pid)
+        stats, figures = await self._service.stats()
+        text = metrics.exposition(stats, figures, self._service.names[0], self._service.engine.facts.pid)
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
@@ -273,15 +265,15 @@ class Small:
     async def _facts(self) -> list[tuple[str, str]]:
         engine, service = self._service.engine, self._service
         trouble = service.not_ready()
-        adapters = ", ".join(loaded.adapter.name for loaded in engine.adapters.all()[:MAX_SHOWN_ADAPTERS])
-        states = {} if trouble else (await service.snapshot())[0].requests
+        adapters = ", ".join(list(engine.adapters)[:MAX_SHOWN_ADAPTERS])
+        states = {} if trouble else (await service.stats())[0].requests
         requests = ", ".join(f"{num} {state}" for state, num in states.items() if num)
         return [
             ("status", trouble or "ready"),
             ("model", ", ".join(service.names)),
             ("adapters", adapters or "none"),
             ("context", f"{engine.max_model_len} tokens"),
-            ("KV tiers", ", ".join(engine.tiers)),
+            ("KV tiers", ", ".join(engine.facts.tiers)),
             ("requests", requests or "none"),
             ("key", "needed" if service.config.api_key is not None else "not needed"),
         ]
@@ -294,7 +286,8 @@ class Small:
 
 def model_card(service: Service, name: str, loaded: LoadedAdapter | None = None) -> dict[str, Any]:
     """The list entry of the model itself, or of the adapter that is `loaded` under the name."""
-    created, root, parent = service.created, service.engine.name, None
+    facts, parent = service.engine.facts, None
+    created, root = int(facts.started_s), facts.name
     if loaded is not None:
         created, root, parent = int(loaded.loaded_s), loaded.root, service.names[0]
     card = {
@@ -313,8 +306,7 @@ class Adapters:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        # each reads and holds a whole file; prompts use other threads
-        self._turn = anyio.CapacityLimiter(1)
+        self._turn = anyio.CapacityLimiter(1)  # each reads and holds a whole file
 
     async def load(self, request: Request) -> Response:
         self._check_allowed()
@@ -325,10 +317,8 @@ class Adapters:
                     f"{body.lora_name!r} is the name of the model itself; give the adapter another",
                     "lora_name",
                 )
-            store = self._service.engine.adapters
-            loaded = await anyio.to_thread.run_sync(
-                store.load_inside, body.lora_name, body.lora_path, limiter=self._turn
-            )
+            async with self._turn:
+                loaded = await self._service.ask("adapters.load_inside", body.lora_name, body.lora_path)
             return json_response(
                 {**model_card(self._service, body.lora_name, loaded), "replaced": loaded.replaced}
             )
@@ -336,16 +326,16 @@ class Adapters:
     async def unload(self, request: Request) -> Response:
         self._check_allowed()
         body, _ = await self._service.body(request, schema.UnloadLoraBody)
-        if not await anyio.to_thread.run_sync(
-            self._service.engine.adapters.unload, body.lora_name, limiter=self._turn
-        ):
+        async with self._turn:
+            found = await self._service.ask("adapters.unload", body.lora_name)
+        if not found:
             raise Refused(
                 404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found"
             )
         return json_response({"id": body.lora_name, "object": "model", "deleted": True})
 
     def _check_allowed(self) -> None:
-        if self._service.engine.adapters.root is None:
+        if not self._service.engine.facts.lora_root:
             message = (
                 "adapters cannot be loaded or unloaded over HTTP here: the server was started without "
                 "--lora-dir"
@@ -365,20 +355,16 @@ class SnapshotRoutes:
         salt, name = self._salt(request), request.path_params["name"]
         with self._service.side.take(1):
             if request.method == "DELETE":
-                await self._answer(request, lambda snapshots: snapshots.begin_delete(name, salt))
+                await self._answer(request, "begin_delete", name, salt)
                 return json_response({"id": name, "object": "snapshot", "deleted": True})
-            return json_response(
-                _snapshot_card(
-                    await self._answer(request, lambda snapshots: snapshots.begin_find(name, salt))
-                )
-            )
+            return json_response(_snapshot_card(await self._answer(request, "begin_find", name, salt)))
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
             return await self._take(request)
         salt = self._salt(request)
         with self._service.side.take(1):
-            found = await self._answer(request, lambda snapshots: snapshots.begin_all(salt))
+            found = await self._answer(request, "begin_all", salt)
         pinned = {"tier": found.tier, "blocks": found.pinned_blocks, "max_blocks": found.pinned_blocks_max}
         pinned = {
             **pinned,
@@ -397,16 +383,14 @@ class SnapshotRoutes:
             body, num_bytes = await self._service.body(request, schema.SnapshotBody)
             body.check()
             asked = await self._service.compute(lambda: self._asked(body), num_bytes)
-            return json_response(
-                _snapshot_card(await self._answer(request, lambda snapshots: snapshots.begin_take(asked)))
-            )
+            return json_response(_snapshot_card(await self._answer(request, "begin_take", asked)))
 
-    async def _answer(self, request: Request, begin: Callable[[SnapshotStore], Future[T]]) -> T:
+    async def _answer(self, request: Request, name: str, *arguments: Any) -> Any:
         """Until the client hangs up: work that has not begun by then is dropped."""
-        answers: list[T] = []
+        answers: list[Any] = []
 
         async def work() -> None:
-            answers.append(await self._service.on_snapshots(begin))
+            answers.append(await self._service.ask(f"snapshots.{name}", *arguments))
 
         await while_connected(request.receive, lambda: None, work)
         if not answers:

@@ -15,9 +15,9 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
-from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
+from penstock.server.seats import RequestFigures
 from tests.cpu.server.served import MODEL, Served, completion, read_until, serving, until
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
@@ -189,6 +189,7 @@ def test_probes_are_not_in_the_log_unless_they_fail(served: Served, lines: Lines
     for path in ("/health", "/live", "/metrics"):
         assert served.http.get(path).status_code == 200
     served.loop.age_s = 99.0
+    until(lambda: served.service.trouble(), "it is known")
     served.http.get("/live")
     lines.last()
     assert [record.fields["path"] for record in lines.records] == ["/live"]  # type: ignore[attr-defined]
@@ -266,7 +267,7 @@ def test_an_engine_without_blocks_has_a_usage(served: Served) -> None:
     )
     engine: Any = type("Bare", (), {"stats": lambda self: bare})()
     assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in exposition(
-        engine.stats(), RequestFigures(), "m"
+        engine.stats(), RequestFigures(), "m", 1
     )
 
 
@@ -315,7 +316,7 @@ def test_an_adapter_cannot_have_a_name_of_the_model(tmp_path: Path) -> None:
         assert served.http.get("/v1/models/mine").json()["parent"] == "gpt-4o"
     engine = ScriptedEngine(adapters=store)
     with pytest.raises(ConfigError, match="an adapter has that name"):
-        HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, served_names=("mine",)))
+        server_here(engine, ScriptedLoop(engine), ServerConfig(port=0, served_names=("mine",)))
 
 
 @pytest.mark.parametrize("names", [("",), ("a b",), ("x" * 129,), ("a", "a"), ("\n",)])

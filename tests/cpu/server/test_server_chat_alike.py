@@ -7,8 +7,8 @@ import pytest
 from penstock.contract import TokenLogprob
 from penstock.server.replies import ChatReply, ChoiceDelta, Heading, ScoredToken
 from penstock.server.schema import ChatBody
-from tests.cpu.server.served import MODEL, Served
-from tests.support.scripted_engine import ScriptedTokenizer
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.support.scripted_engine import ScriptedEngine, ScriptedTokenizer
 
 
 def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:
@@ -35,10 +35,8 @@ def test_a_chat_has_as_many_tokens_as_were_asked_for_and_none_where_none_were(
 @pytest.mark.parametrize(
     "given", [{}, {"max_tokens": None}, {"max_tokens": None, "max_completion_tokens": None}]
 )
-def test_a_chat_that_asks_for_no_number_may_fill_the_context(
-    served: Served, monkeypatch: pytest.MonkeyPatch, given: dict
-) -> None:
-    monkeypatch.setattr(served.engine, "max_model_len", 60)
+def test_a_chat_that_asks_for_no_number_may_fill_the_context(given: dict) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **given}
-    usage = served.http.post("/v1/chat/completions", json=body).json()["usage"]
+    with serving(ScriptedEngine(max_model_len=60)) as served:
+        usage = served.http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == 60

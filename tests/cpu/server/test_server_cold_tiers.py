@@ -19,6 +19,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
 from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.ssd.directory import DiskIo
+from penstock.server.service import PATIENCE
 from tests.cpu.server.served import DEADLINE_S, Served, serving, until
 from tests.cpu.server.tiered_server import Tiered, error_of, tiered
 from tests.store_servers import valkey_or_skip
@@ -157,7 +158,7 @@ def test_a_store_that_does_not_answer_a_reset_is_a_503(cold: Served) -> None:
 
 
 def test_a_reset_that_takes_long_is_a_504_and_goes_on(cold: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.service.RESET_TIMEOUT_S", 0.05)
+    monkeypatch.setitem(PATIENCE, "reset_cache", (0.05, "late"))
     leave, left = threading.Event(), threading.Event()
 
     def slow(tiers: Sequence[str]) -> dict[str, int]:

@@ -190,12 +190,10 @@ def test_an_echoed_prompt_of_several_bytes_a_character_shifts_offsets_by_charact
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 3, 4]
 
 
-def test_special_tokens_are_text_where_tokens_are_turned_back(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_special_tokens_are_text_where_tokens_are_turned_back(served: Served) -> None:
     tokenizer = embedded_tokenizer()
     special = next(id for id in range(100) if tokenizer.is_special(id))
-    monkeypatch.setattr(served.engine, "tokenizer", tokenizer)
+    served.service.engine.tokenizer = tokenizer
     ids = [*tokenizer.encode("hi"), special]
     found = served.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
     assert found == "hi" + tokenizer.token_bytes(special).decode(errors="replace") and len(found) > 2

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from penstock.server import generate
+from penstock.server.service import Generations
 from tests.cpu.server.served import DEADLINE_S, Served, completion, read_until, serving, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -87,15 +88,14 @@ def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(
     """The worker thread is between two prompts: one was submitted, the client goes, the next must not be."""
     with serving() as served:
         first, gone = threading.Event(), threading.Event()
-        submit = served.engine.submit
+        submit = served.service.engine.submit
 
         def slow_submit(*args, **fields):
-            request_id = submit(*args, **fields)
+            submit(*args, **fields)
             first.set()
             assert gone.wait(DEADLINE_S)
-            return request_id
 
-        monkeypatch.setattr(served.engine, "submit", slow_submit)
+        monkeypatch.setattr(served.service.engine, "submit", slow_submit)
         served.engine.hold()
         connection = served.send("/v1/completions", completion(["x" * 20_000] * 3, max_tokens=LONG))
         assert first.wait(DEADLINE_S)
@@ -112,20 +112,21 @@ def test_a_hang_up_between_submit_and_its_return_is_not_lost(monkeypatch: pytest
     """The cancel comes before the engine knows the request: the submitter must look again."""
     with serving() as served:
         entered, gone = threading.Event(), threading.Event()
-        submit = served.engine.submit
+        submit = served.service.engine.submit
 
         def late_submit(*args, **fields):
             entered.set()
             assert gone.wait(DEADLINE_S)
-            return submit(*args, **fields)
+            submit(*args, **fields)
 
-        monkeypatch.setattr(served.engine, "submit", late_submit)
+        abandon, abandoned = Generations.abandon, threading.Event()
+        monkeypatch.setattr(Generations, "abandon", lambda self: (abandon(self), abandoned.set()))
+        monkeypatch.setattr(served.service.engine, "submit", late_submit)
         served.engine.hold()
         connection = served.send("/v1/completions", completion("x" * 20_000, max_tokens=LONG))
         assert entered.wait(DEADLINE_S)
-        (reading,) = served.service._bridge.readings
         connection.close()
-        until(lambda: reading._abandoned, "the hang-up is noticed")
+        assert abandoned.wait(DEADLINE_S), "the hang-up is noticed"
         gone.set()
         served.assert_idle()
         assert len(served.engine.submitted) == 1

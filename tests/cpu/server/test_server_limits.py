@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.server import schema
 from penstock.server.faults import MAX_SHOWN, Refused, fault_of
 from penstock.server.replies import CompletionReply
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from tests.cpu.server.served import MODEL, Served, completion, read_until, serving
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
@@ -155,7 +155,7 @@ def test_a_key_of_any_bytes_admits_exactly_those_bytes(key: str) -> None:
 @pytest.mark.parametrize("key", ["", "  \t", "from a file\n", "a\rb", "a\0"])
 def test_a_key_that_no_client_can_send_refuses_to_start(key: str) -> None:
     with pytest.raises(ConfigError, match="--api-key"):
-        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=key))
+        server_here(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=key))
 
 
 # ---------------------------------------------------------------------------------------------- large replies

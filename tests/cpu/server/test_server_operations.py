@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, read_until, serving, until
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
@@ -70,12 +70,13 @@ def test_a_live_loop_is_ready_and_a_silent_one_is_not(served: Served) -> None:
     assert served.http.get("/health").json() == {"status": "ready"}
     assert served.http.get("/live").json() == {"status": "live"}
     served.loop.age_s = 60.0
+    until(lambda: served.service.trouble(), "it is known")
     for path in ("/health", "/live"):
         reply = served.http.get(path)
         assert reply.status_code == 503
-        assert "60.0 seconds" in reply.json()["reason"]
+        assert "silent for 60." in reply.json()["reason"]
     served.loop.age_s = None
-    assert served.http.get("/live").status_code == 200
+    until(lambda: served.http.get("/live").status_code == 200, "it is alive")
 
 
 def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(
@@ -83,11 +84,12 @@ def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(
 ) -> None:
     """Whoever balances load sends nobody there yet, and whoever restarts what hangs leaves it alone."""
     monkeypatch.setattr(served.loop, "is_warm", False)
+    until(lambda: served.service.not_ready(), "it is known")
     reply = served.http.get("/health")
     assert reply.status_code == 503 and reply.json()["reason"] == "the engine is warming up"
     assert served.http.get("/live").json() == {"status": "live"} and "warming up" in served.http.get("/").text
     monkeypatch.undo()
-    assert served.http.get("/health").json() == {"status": "ready"}
+    until(lambda: served.http.get("/health").json() == {"status": "ready"}, "it is warm")
 
 
 def test_a_dead_loop_ends_everyones_wait() -> None:
@@ -262,7 +264,7 @@ def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatc
     engine = ScriptedEngine()
     loop = ScriptedLoop(engine)
     monkeypatch.setattr(loop, "close", lambda deadline_s: never.wait())
-    server = HttpServer(engine, loop, ServerConfig(port=0, shutdown_s=0.1))
+    server = server_here(engine, loop, ServerConfig(port=0, shutdown_s=0.1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, "the server is up")
@@ -275,24 +277,24 @@ def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatc
 def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
     port = int(served.url.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=f"port {port}"):
-        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=port))
+        server_here(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=port))
     with pytest.raises(ConfigError, match="not an address"):
-        HttpServer(
+        server_here(
             ScriptedEngine(),
             ScriptedLoop(ScriptedEngine()),
             ServerConfig(host="no.such.host.invalid", port=0),
         )
     with pytest.raises(ConfigError, match="api-key is empty"):
-        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=""))
+        server_here(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=""))
 
 
 PROGRAM = """
 from penstock.config import ServerConfig
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 engine = ScriptedEngine()
 engine.hold()
-HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0)).run()
+server_here(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0)).run()
 print("clean end", flush=True)
 """
 

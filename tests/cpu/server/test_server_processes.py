@@ -28,7 +28,7 @@ from penstock.server import boundary, links, supervise
 from penstock.server.boundary import FromEngine, FromParent, ToParent, Wire
 from penstock.server.links import EngineProcess
 from penstock.server.run import FrontServer, run_front
-from penstock.server.seats import SeatBook
+from penstock.server.seats import GateNumber, SeatBook
 from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
 from tests.cpu.server.served import DEADLINE_S, until
 from tests.support.driving import tiny_config
@@ -465,8 +465,6 @@ def test_an_engine_that_fails_while_it_closes_ends_with_an_error(
     def fail(timeout_s: float) -> None:
         raise RuntimeError("no such tier")
 
-    # nobody happens to look between the failure and the end
-    monkeypatch.setattr(links, "WATCH_S", DEADLINE_S)
     monkeypatch.setattr(child.engine, "close", fail)
     child.parent.send(boundary.Stop())
     assert child.code() == 1
@@ -557,7 +555,8 @@ def test_connections_are_counted_while_they_are_open(front: FrontServer) -> None
     front.lifespan = front.config.lifespan_class(front.config)
 
     def num_counted() -> int:
-        return front._fronts.note_connections(len(front.server_state.connections) + len(front._opening))
+        front._note_connections()
+        return front.service.book.total(GateNumber.CONNECTIONS)
 
     async def run() -> None:
         front._listen()

@@ -15,8 +15,8 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import schema, service
 from penstock.server.generate import encode_chat
-from penstock.server.run import HttpServer, bind
-from tests.cpu.server.served import Served, until
+from penstock.server.run import bind, server_here
+from tests.cpu.server.served import Served, service_of, serving
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -26,14 +26,14 @@ from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
     ids=["longer than a prompt", "as long as a prompt"],
 )
 def test_a_text_may_be_longer_than_a_prompt_and_is_bounded_all_the_same(
-    served: Served, monkeypatch: pytest.MonkeyPatch, context: int, side: int, most: int
+    monkeypatch: pytest.MonkeyPatch, context: int, side: int, most: int
 ) -> None:
-    monkeypatch.setattr(served.engine, "max_model_len", context)
     monkeypatch.setattr(service, "SIDE_TOKENS", side)
-    for path, name, item in (("/tokenize", "prompt", "x"), ("/detokenize", "tokens", [120])):
-        assert served.http.post(path, json={name: item * most}).status_code == 200
-        refused = served.http.post(path, json={name: item * (most + 1)})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+    with serving(ScriptedEngine(max_model_len=context)) as served:
+        for path, name, item in (("/tokenize", "prompt", "x"), ("/detokenize", "tokens", [120])):
+            assert served.http.post(path, json={name: item * most}).status_code == 200
+            refused = served.http.post(path, json={name: item * (most + 1)})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
 
 
 def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
@@ -46,7 +46,7 @@ def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
         gc.collect()
         said.clear()
         with pytest.raises(ConfigError, match="cannot listen"):
-            HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
+            server_here(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
         gc.collect()
         assert [
             str(warning.message) for warning in said if issubclass(warning.category, ResourceWarning)
@@ -56,7 +56,7 @@ def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
 def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
     """Whoever ran it cleans up afterwards, and a second signal must reach that."""
     engine = ScriptedEngine()
-    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))
+    server = server_here(engine, ScriptedLoop(engine), ServerConfig(port=0))
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     with (
@@ -72,9 +72,7 @@ def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
 def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -> None:
     """Whoever sends it requests is told to send no more; whoever restarts dead processes has no reason to."""
     assert served.http.get("/health").json() == {"status": "ready"}
-    assert served.service._bridge is not None
-    served.service._bridge._loop.call_soon_threadsafe(served.service.stop)
-    until(lambda: served.service.stopping, "the server stops")
+    served.service.stop()
     health, live = served.http.get("/health"), served.http.get("/live")
     assert (health.status_code, live.status_code) == (503, 200)
     assert health.json() == {"status": "unavailable", "reason": "the server is shutting down"}
@@ -99,7 +97,7 @@ def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_
 ) -> None:
     """Those who read are told by the engine's own deadline; both at once would be a race."""
     engine = ScriptedEngine()
-    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=shutdown_s))
+    server = server_here(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=shutdown_s))
     with contextlib.closing(server._listener):
         assert server.config.timeout_graceful_shutdown is not None
         assert server.config.timeout_graceful_shutdown >= shutdown_s + service.CLOSE_GRACE_S > shutdown_s
@@ -108,8 +106,7 @@ def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_
 @pytest.mark.parametrize("allowed", [False, True])
 def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(allowed: bool) -> None:
     engine = ScriptedEngine(max_model_len=50)
-    config = ServerConfig(allow_special_tokens_in_text=allowed)
-    rules = service.Service(engine, ScriptedLoop(engine), config)
+    rules = service_of(ScriptedLoop(engine), allow_special_tokens_in_text=allowed)
     assert (rules.prompt_rules.most, rules.prompt_rules.special_in_text) == (50, allowed)
     assert (rules.side_rules.most, rules.side_rules.special_in_text) == (service.SIDE_TOKENS, allowed)
     asked: list[tuple[int, bool]] = []

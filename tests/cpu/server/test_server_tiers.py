@@ -96,7 +96,7 @@ def test_a_flush_answers_when_saves_are_as_far_as_asked_for(server: Tiered, leve
 def test_a_flush_that_does_not_end_in_time_is_a_504_and_the_save_goes_on(
     server: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.server.service.FLUSH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("penstock.server.routes.FLUSH_S", 0.05)
     _, demotions = gates(server.engine)
     demotions.hold()
     server.ask()

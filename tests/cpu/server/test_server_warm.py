@@ -10,11 +10,11 @@ PROGRAM = """
 import json, sys, threading, urllib.error, urllib.request
 sys.path[:0] = json.loads(sys.argv[1])
 from penstock.config import ServerConfig
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 import http.client, urllib.response  # the client's own
 engine = ScriptedEngine()
-server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))
+server = server_here(engine, ScriptedLoop(engine), ServerConfig(port=0))
 ready = threading.Event()
 whole = server.startup
 async def startup(sockets=None):
