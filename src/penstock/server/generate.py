@@ -20,37 +20,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract import SnapshotContent, TokenEvent
-from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong, ResponseMissing
 from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
 from penstock.server.kept import KeptResponse
-from penstock.server.replies import (
-    ChatReply,
-    ChoiceDelta,
-    ChoiceText,
-    CompletionReply,
-    Heading,
-    Prompt,
-    Wants,
-    usage_of,
-)
+from penstock.server.replies import ChatReply, CompletionReply, Heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
 from penstock.server.thinking import is_off, reasons, thought_of, variables_of
-from penstock.server.tools import (
-    AnswerFormat,
-    Asked,
-    MarkedTokens,
-    Tool,
-    calls_or_form,
-    format_of,
-    reader_of,
-    showing,
-    told,
-)
+from penstock.server.tools import Asked, Tool, calls_or_form, format_of, reader_of, told
+from penstock.text.answer import AnswerFormat, ChoiceDelta, ChoiceText, MarkedTokens, Prompt, Wants, showing
+from penstock.text.stream import StopString, TextStream
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec

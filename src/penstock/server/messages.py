@@ -13,12 +13,11 @@ from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json
+from penstock.server.replies import BlockKind, BlockReply, Heading, Json
 from penstock.server.thinking import switched
 from penstock.server.tools import (
     MAX_DEPTH,
     MOST_TOOLS,
-    AnswerFormat,
     CalledFunction,
     CallId,
     Function,
@@ -31,6 +30,7 @@ from penstock.server.tools import (
     is_deep,
     parsed,
 )
+from penstock.text.answer import AnswerFormat, ChoiceDelta
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec

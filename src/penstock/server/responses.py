@@ -15,7 +15,6 @@ from penstock.server.replies import BlockKind, BlockReply, Heading, Json, obfusc
 from penstock.server.thinking import Effort
 from penstock.server.tools import (
     MOST_TOOLS,
-    AnswerFormat,
     CalledFunction,
     CallId,
     Function,
@@ -27,6 +26,7 @@ from penstock.server.tools import (
     ToolCall,
     chosen,
 )
+from penstock.text.answer import AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec

@@ -6,26 +6,20 @@ of tools in the prompt, and the parsing of answers. The engine compiles grammars
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
-from uuid import uuid4
 
 import msgspec
 
 from penstock.contract import MAX_GRAMMAR_CHARS, Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.tool_parsers import (
+from penstock.text.answer import AnswerFormat
+from penstock.text.parsers import (
     HERMES,
     LLAMA3,
-    MARKERS,
     MISTRAL,
     MISTRAL_ARGS,
-    READERS,
     THINK,
-    MessageParser,
-    calls_or_content,
-    named_call,
-    thinking,
 )
 
 if TYPE_CHECKING:
@@ -409,36 +403,6 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- the answer
 
 
-class AnswerFormat(NamedTuple):
-    """How to parse the answers to one request."""
-
-    reader: str  # one of READERS
-    forced: str | None  # the one function whose arguments are the whole text
-    thinks: bool  # reasoning may come first
-    begun: bool  # the prompt has already opened it
-    most_calls: int | None
-    # of the tools, if a grammar makes the answer either calls or content
-    names: frozenset[str] | None = None
-
-    def parser(self) -> MessageParser:
-        parser = MessageParser(self.most_calls, self.names)
-        if self.names is not None:
-            reading = calls_or_content(parser, self.reader)
-        else:
-            reading = (
-                named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
-            )
-        parser.start(thinking(parser, reading, self.begun) if self.thinks else reading)
-        return parser
-
-    def call_id(self) -> str:
-        """Mistral's templates take ids of nine characters only."""
-        return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
-
-
-PLAIN = AnswerFormat("none", None, False, False, None)  # all of it is content
-
-
 def format_of(
     asking: ToolRequest,
     is_formed: bool,
@@ -479,28 +443,3 @@ def parser_name(chosen: str, template: str) -> str:
     marks = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"))
     found = next((name for name, mark in marks if mark in template), None)
     return found or ("llama3" if '"parameters"' in template else "hermes")
-
-
-class MarkedTokens(NamedTuple):
-    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them. Alone,
-    all of them have."""
-
-    token_bytes: Callable[..., bytes]
-    errors: str
-    hidden: Callable[[int], bool] = lambda id: False
-    shown: frozenset[int] = frozenset()
-
-    def is_special(self, id: int) -> bool:
-        return id not in self.shown and self.hidden(id)
-
-
-def showing(tokenizer: TextCodec, reading: AnswerFormat) -> MarkedTokens:
-    """What the text of an answer in that format is made with."""
-    marks = (*MARKERS[reading.reader], *(THINK if reading.thinks else ()))
-    ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
-    return MarkedTokens(
-        tokenizer.token_bytes,
-        tokenizer.errors,
-        tokenizer.is_special,
-        frozenset(some[0] for some in ids if len(some) == 1),
-    )

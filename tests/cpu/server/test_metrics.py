@@ -12,8 +12,9 @@ from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
 from penstock.server.metrics import exposition
-from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
+from penstock.server.replies import usage_of
 from penstock.server.seats import RequestFigures
+from penstock.text.answer import ChoiceText, Prompt, Wants
 from tests.cpu.server.served import Served
 
 BOUNDS = (0.5, 1.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.contract import TokenLogprob
-from penstock.server.replies import ChatReply, ChoiceDelta, Heading, ScoredToken
+from penstock.server.replies import ChatReply, Heading
 from penstock.server.schema import ChatBody
+from penstock.text.answer import ChoiceDelta, ScoredToken
 from tests.cpu.server.served import MODEL, Served, serving
 from tests.support.scripted_engine import ScriptedEngine, ScriptedTokenizer
 

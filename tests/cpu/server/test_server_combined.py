@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
+from penstock.server.replies import usage_of
+from penstock.text.answer import ChoiceText, Prompt, Wants
 from tests.cpu.server.served import MODEL, Served, completion, serving, until
 from tests.support.embedded import embedded_tokenizer
 from tests.support.scripted_engine import EOS, ScriptedEngine

@@ -10,25 +10,17 @@ from typing import Any
 import pytest
 
 from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
-from penstock.engine.text import StopString
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
 from penstock.server.client import EngineClient
 from penstock.server.generate import RunningRequest, prompt_offsets, prompts_of
 from penstock.server.links import EngineService
-from penstock.server.replies import (
-    ChoiceDelta,
-    ChoiceText,
-    CompletionReply,
-    Heading,
-    Prompt,
-    ScoredToken,
-    Wants,
-    usage_of,
-)
+from penstock.server.replies import CompletionReply, Heading, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
 from penstock.server.service import Generations, Rules
+from penstock.text.answer import ChoiceDelta, ChoiceText, Prompt, ScoredToken, Wants
+from penstock.text.stream import StopString
 from tests.support.scripted_engine import EOS, ScriptedEngine, ScriptedLoop, ScriptedTokenizer
 
 

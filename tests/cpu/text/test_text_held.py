@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.text import StopString, TextStream
+from penstock.text.stream import StopString, TextStream
 
 
 class Bytes:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.engine import text as text_module
-from penstock.engine.text import StopString, TextStream
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
+from penstock.text import stream as text_module
+from penstock.text.stream import StopString, TextStream
 from tests.support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
