@@ -19,6 +19,7 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.schema import Label, Metadata
+from penstock.server.tools import Strict
 
 Meaning = Literal["label", "hint", "same", "change"]
 MEANINGS: Mapping[Meaning, str] = {
@@ -65,16 +66,16 @@ class IgnoredField(NamedTuple):
         return f"is not supported by this server{allowed}: {self.why}"
 
 
-class _ThinkingEdit(msgspec.Struct, forbid_unknown_fields=True):
+class _ThinkingEdit(Strict):
     type: Literal["clear_thinking_20251015"]
     keep: Any = None
 
 
-class _ContextEdits(msgspec.Struct, forbid_unknown_fields=True):
+class _ContextEdits(Strict):
     """Thinking of earlier turns is never shown to the model again, so clearing or keeping it changes
     nothing."""
 
-    edits: list[_ThinkingEdit] = []
+    edits: list[_ThinkingEdit] = msgspec.field(default_factory=list)
 
 
 class _DirectCaller(msgspec.Struct):

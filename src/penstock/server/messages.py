@@ -23,6 +23,7 @@ from penstock.server.tools import (
     Function,
     JsonSchema,
     ResponseFormat,
+    Strict,
     Tool,
     ToolCall,
     ToolChoice,
@@ -51,7 +52,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
-class _Block(msgspec.Struct, tag_field="type", forbid_unknown_fields=True, kw_only=True):
+class _Block(Strict, tag_field="type"):
     pass
 
 
@@ -97,7 +98,7 @@ _ROLES: dict[type[_Block], tuple[str, ...]] = {
 }
 
 
-class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
+class MessageTurn(Strict):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
@@ -138,7 +139,7 @@ def _result(block: ToolResultBlock) -> schema.Message:
     )
 
 
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CustomTool(Strict):
     name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
@@ -152,7 +153,7 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Tool(type="function", function=function)
 
 
-class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Choice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
@@ -167,7 +168,7 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
-class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ThinkingOptions(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=schema.MAX_INT)] | None = None
     display: Literal["summarized"] | None = None
@@ -181,17 +182,17 @@ class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return switched(self.type != "disabled")
 
 
-class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OutputConfig(Strict):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates that know it
 
 
-class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CountTokensBody(Strict):
     """Everything that makes up a prompt."""
 
     api: ClassVar = "messages"

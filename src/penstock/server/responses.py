@@ -22,6 +22,7 @@ from penstock.server.tools import (
     JsonSchema,
     ResponseFormat,
     Schema,
+    Strict,
     Tool,
     ToolCall,
     chosen,
@@ -43,7 +44,7 @@ NAMES = {
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ContentPart(Strict):
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None  # of earlier answers
@@ -54,7 +55,7 @@ Content = str | list[ContentPart]
 SpaceName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
-class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Item(Strict):
     """One item of the input. A message need not have a type, so the types share their fields."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -107,13 +108,11 @@ _ALL_FIELDS = (
 )
 
 
-class FunctionTool(Function, tag_field="type", tag="function", forbid_unknown_fields=True, kw_only=True):
+class FunctionTool(Function, tag_field="type", tag="function"):
     pass
 
 
-class NamespaceTool(
-    msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True
-):
+class NamespaceTool(Strict, tag_field="type", tag="namespace"):
     """Functions that share a name prefix. The model sees them one by one under the joined name; clients see
     both names."""
 
@@ -139,12 +138,12 @@ def spaced(namespace: str | None, name: str) -> str:
     return name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
-class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+class ChosenFunction(Strict):
     type: Literal["function"]
     name: FunctionName
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
     schema: Schema | None = None
@@ -165,21 +164,21 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextOptions(Strict):
     format: TextFormat | None = None
 
 
-class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ReasoningOptions(Strict):
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: schema.Unsupported = None
 
 
-class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
+class EventOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
+class ResponsesBody(schema.OwnFields, kw_only=True):
     api: ClassVar = "responses"
     model: str
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]

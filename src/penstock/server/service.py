@@ -202,6 +202,7 @@ class Service:
         self.side = self._gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
         self.loads = self._gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
         self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
+        self.loading = anyio.CapacityLimiter(1)  # adapters: each reads and holds a whole file
         self.stopping = False
         self._here = here
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)

@@ -41,6 +41,10 @@ FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """Refuses unknown fields."""
+
+
 def is_deep(value: Any) -> bool:
     """Whether lists and objects are nested deeper than `MAX_DEPTH`."""
     level = [value] if isinstance(value, dict | list) else []
@@ -65,7 +69,7 @@ def parsed(text: str) -> Any:
 # --------------------------------------------------------------------------------------------------- the form
 
 
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class JsonSchema(Strict):
     """OpenAI's frame around a schema. Always enforced, `strict` or not."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -74,7 +78,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -83,7 +87,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("json_schema goes with the type json_schema, and with no other")
 
 
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class StructuredOutputs(Strict):
     """vLLM's. Exactly one of them; `json` may be the schema's text."""
 
     json: Schema | Text | None = None
@@ -159,14 +163,14 @@ def _grammar(kind: Any, value: Schema | list[Any] | str) -> Grammar:
 # -------------------------------------------------------------------------------------------------- the tools
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # forced calls always match their schema; no effect on other calls
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
@@ -188,11 +192,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
 
 
-class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+class NamedFunction(Strict):
     name: FunctionName
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
@@ -204,17 +208,17 @@ def chosen(name: str) -> NamedTool:
     return NamedTool("function", NamedFunction(name))
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+class CalledFunction(Strict):
     name: FunctionName
     arguments: str
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolCall(Strict):
     """A call in an assistant's message, from us or another server."""
 
     id: CallId
-    type: Literal["function"] = "function"
     function: CalledFunction
+    type: Literal["function"] = "function"
     index: int | None = None  # for clients that assemble streams
 
     def as_dict(self) -> dict[str, Any]:

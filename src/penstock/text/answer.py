@@ -19,7 +19,7 @@ from penstock.text.parsers import (
     named_call,
     thinking,
 )
-from penstock.text.stream import StopString, TextStream
+from penstock.text.stream import StopString, TextStream, TokenBytes
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -69,7 +69,7 @@ class ChoiceText:
 
     def __init__(
         self,
-        tokenizer: TextCodec,
+        tokenizer: TokenBytes,
         sampling: SamplingParams,
         stops: Sequence[StopString],
         prompt: Prompt,

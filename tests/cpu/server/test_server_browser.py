@@ -79,7 +79,7 @@ def test_the_description_has_every_route_and_every_field(served: Served) -> None
         route.path.replace(":path}", "}"): {name.lower() for name in route.methods - {"HEAD"}}
         for route in make_routes(served.service)
     }
-    for path, (_, _, body) in about.ROUTES.items():
+    for path, (_, _, _, body) in about.ROUTES.items():
         assert set(described["paths"][path]) == methods[path]
         assert all(
             "requestBody" in operation
