@@ -256,6 +256,8 @@ class EngineService:
 
     def start(self) -> None:
         """Beats, from now until the end."""
+        with self._changed:
+            self._beat_all(self._links)
         threading.Thread(target=self._beat, name="front-beat", daemon=True).start()
 
     def attach(self, index: int, sock: socket.socket) -> None:

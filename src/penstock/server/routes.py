@@ -220,7 +220,8 @@ async def on_cache_prefetch(service: Service, request: Request) -> Response:
         begun = await service.compute(partial(_begin_prefetch, service, body), num_bytes)
         found = await service.answered("prefetch", begun)
         if found is None:
-            message = "no request of this session has ended here lately, or the cache_salt is not the one that it had"
+            why = "or the cache_salt is not the one that it had"
+            message = f"no request of this session has ended here lately, {why}"
             raise Refused(404, message, param="session_id", code="session_not_found")
         return json_response({"blocks": found.num_blocks, "started": found.started})
 

@@ -217,8 +217,8 @@ class Service:
 
     def start(self) -> None:
         if self._here is not None:
-            self._here.start()
             self._here.loop.start()
+            self._here.start()  # with a beat that says that the engine is warm
         self.engine.start()
 
     async def warm(self) -> None:

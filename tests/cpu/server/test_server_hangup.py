@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 
 import pytest
 
-from penstock.server import generate
 from penstock.server.service import Generations
 from tests.cpu.server.served import DEADLINE_S, Served, completion, read_until, serving, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -62,15 +60,6 @@ def test_a_choice_that_met_its_stop_string_is_cancelled_while_others_go_on(serve
     served.engine.release()
     assert b"[DONE]" in read_until(connection, b"[DONE]")
     connection.close()
-
-
-def test_a_reset_connection_cancels_too(served: Served) -> None:
-    served.engine.hold()
-    connection = served.send("/v1/completions", completion(max_tokens=LONG))
-    until(lambda: served.engine.num_open == 1, "the engine has the request")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    connection.close()
-    served.assert_idle()
 
 
 def test_a_hang_up_during_the_upload_gives_the_seat_back(served: Served) -> None:
@@ -130,27 +119,6 @@ def test_a_hang_up_between_submit_and_its_return_is_not_lost(monkeypatch: pytest
         gone.set()
         served.assert_idle()
         assert len(served.engine.submitted) == 1
-
-
-async def _only_work(receive, on_hangup, work) -> None:
-    await work()
-
-
-def test_a_server_that_does_not_watch_its_clients_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "while_connected", _only_work)
-    with serving() as served:
-        hang_up_before_the_first_token(served, stream=False)
-        with pytest.raises(AssertionError, match="no open request"):
-            served.assert_idle(deadline_s=0.3)
-
-
-def test_a_server_that_forgets_to_cancel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScriptedEngine()
-    monkeypatch.setattr(engine, "cancel", lambda request_id: None)
-    with serving(engine) as served:
-        hang_up_before_the_first_token(served, stream=True)
-        with pytest.raises(AssertionError, match="no open request"):
-            served.assert_idle(deadline_s=0.3)
 
 
 # ------------------------------------------------------------------------------------------------------ crowd

@@ -101,15 +101,6 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_name(served: Served) -> None:
     assert served.engine.adapted == [adapter, adapter, adapter, adapter, None]
 
 
-def test_tokenising_takes_the_names_of_adapters(served: Served) -> None:
-    load(served, "tuned", "one")
-    assert served.http.post("/tokenize", json={"prompt": "ab", "model": "tuned"}).json()["tokens"] == [97, 98]
-    assert served.http.post("/detokenize", json={"tokens": [97, 98], "model": "tuned"}).json() == {
-        "prompt": "ab"
-    }
-    assert served.http.post("/tokenize", json={"prompt": "ab", "model": "other"}).status_code == 404
-
-
 def test_loading_over_a_name_replaces_it_and_says_so(served: Served, allowed: Path) -> None:
     first = load(served, "tuned", "one").json()
     old = served.engine.adapters.find("tuned").adapter

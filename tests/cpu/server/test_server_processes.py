@@ -248,31 +248,6 @@ def test_the_first_signal_waits_for_requests_the_second_does_not_and_the_third_k
         parent.run(play)
 
 
-def test_a_signal_that_comes_while_another_is_obeyed_counts(
-    parent: Parent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of somebody who presses Ctrl-C twice."""
-    stop, stops = Supervisor._stop, list[bool]()
-
-    def slow(self: Supervisor, now: bool) -> None:
-        stop(self, now)
-        stops.append(now)
-        if len(stops) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def play(parent: Parent) -> None:
-        engine = parent.engine()
-        parent.front()
-        parent.wait_announced()
-        os.kill(os.getpid(), signal.SIGINT)
-        for now in (False, True):
-            assert engine.hear(boundary.Stop) == boundary.Stop(now)
-
-    monkeypatch.setattr(Supervisor, "_stop", slow)
-    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
-        parent.run(play)
-
-
 def test_what_ends_badly_while_the_server_ends_is_an_error_of_the_server(parent: Parent) -> None:
     def play(parent: Parent) -> None:
         engine = parent.engine()

@@ -15,7 +15,7 @@ from penstock.server.access import Exchange
 from penstock.server.client import EngineClient
 from penstock.server.generate import RunningRequest, prompt_offsets, prompts_of
 from penstock.server.links import EngineService
-from penstock.server.replies import CompletionReply, Heading, usage_of
+from penstock.server.replies import usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
 from penstock.server.service import Generations, Rules
@@ -148,14 +148,6 @@ def test_scores_wait_until_their_text_is_certain() -> None:
     assert choice.num_tokens == len("aENbcEND")
 
 
-def test_what_was_held_back_comes_out_at_the_end() -> None:
-    choice = a_choice(stop=("END",), logprobs=0)
-    choice.feed([event("aEN")])
-    piece = choice.feed([event("", finish=FinishReason.STOP, stop_token=EOS)])
-    assert (piece.text, len(piece.tokens), piece.finish) == ("EN", 2, "stop")
-    assert choice.num_tokens == 4
-
-
 def test_a_torn_character_at_the_end_keeps_its_scores() -> None:
     choice = a_choice(logprobs=0)
     piece = choice.feed([event("é".encode()[:1], finish=FinishReason.LENGTH)])
@@ -231,24 +223,6 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
         "kv_source": {"device": 16, "host": 0, "ssd": 0, "remote": 0, "computed": 11},
     }
     assert sum(details["kv_source"].values()) == usage["prompt_tokens"]
-
-
-def test_a_prompt_that_waits_while_another_of_its_request_runs_is_not_counted_as_cached() -> None:
-    """Where usage is told all the time, and some prompts have not begun."""
-    running, waiting = a_choice(), a_choice()
-    running.feed([event("a", source=KvSource(device=16, computed=4))])
-    usage = usage_of([Prompt([1] * 20), Prompt([1] * 7)], [running, waiting], 1)
-    assert usage["prompt_tokens"] == 27 and usage["prompt_tokens_details"]["cached_tokens"] == 16
-
-
-def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
-    reply = CompletionReply(
-        ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m")
-    )
-    never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
-    scores = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]
-    assert scores["token_logprobs"] == [-9999.0]
-    assert scores["top_logprobs"] == [{"b": 0.0, "a": -9999.0}]
 
 
 def test_seeds_of_choices_follow_each_other_and_wrap() -> None:
