@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +36,9 @@ RECEIVE_BYTES = 1 << 18
 # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
 MOST_EVENTS = 1 << 16
 MOST_MESSAGES = 1 << 12  # of any kind
+
+
+Take = Callable[[Batch | FromEngine], None]
 
 
 class EngineEnd(Protocol):
@@ -62,7 +65,7 @@ class FrontEnd(Protocol):
     def greeting(self) -> FromEngine | None:
         """Blocks for the engine's first message. None: the engine is gone."""
 
-    def start(self, take: Callable[[FromEngine], None], fail: Callable[[str], None]) -> None:
+    def start(self, take: Take, fail: Callable[[str], None]) -> None:
         """On the event loop, on which messages are taken from now on; `fail` says that no more will come."""
 
     def send(self, message: msgspec.Struct) -> None:
@@ -90,9 +93,9 @@ class Outgoing:
             self._armed = True
             self._wake()
 
-    def take(self) -> Iterator[FromEngine]:
-        """Everything that has gathered. Events of several steps are one message, and are counted as waiting
-        until the next message is asked for."""
+    def take(self) -> Iterator[Batch | FromEngine]:
+        """Everything that has gathered. Events of several steps are one batch, and are counted as waiting
+        until the next item is asked for."""
         self._armed = False
         while self._items:
             item = self._items.popleft()
@@ -101,7 +104,7 @@ class Outgoing:
                 continue
             while self._items and isinstance(self._items[0], list):
                 item += self._items.popleft()  # type: ignore[arg-type]
-            yield tokens_of(item)
+            yield item
             self._num_taken += len(item)
 
     def too_full(self) -> str | None:
@@ -142,9 +145,9 @@ class SocketEngineEnd:
             while not is_over:
                 self._waiting.wait()
                 self._waiting.clear()
-                for message in self._out.take():
-                    sock.sendall(frame(message))
-                    is_over = is_over or isinstance(message, Bye)
+                for item in self._out.take():
+                    sock.sendall(frame(tokens_of(item) if isinstance(item, list) else item))
+                    is_over = is_over or isinstance(item, Bye)
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
 
@@ -158,7 +161,7 @@ class SocketFrontEnd:
         self._unsent: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is started
 
-    def start(self, take: Callable[[FromEngine], None], fail: Callable[[str], None]) -> None:
+    def start(self, take: Take, fail: Callable[[str], None]) -> None:
         self._take, self._fail = take, fail
         self._sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -255,10 +258,10 @@ class MemoryChannel:
 
     # ---- the front's end
 
-    def greeting(self) -> FromEngine | None:
+    def greeting(self) -> Any:
         return next(self._out.take())
 
-    def start(self, take: Callable[[FromEngine], None], fail: Callable[[str], None]) -> None:
+    def start(self, take: Take, fail: Callable[[str], None]) -> None:
         self._take_one = take
         self._loop = asyncio.get_running_loop()
         self._take_all()

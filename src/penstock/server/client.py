@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +27,7 @@ from penstock.contract import (
 from penstock.errors import EngineClosed
 from penstock.models.tokenizer import TextCodec, tokenizer_of
 from penstock.server import boundary
-from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions
+from penstock.server.boundary import Batch, FromEngine, Hello, ProtocolBroken, SubmitOptions
 from penstock.server.channel import FrontEnd
 from penstock.server.seats import RequestFigures
 
@@ -77,7 +76,6 @@ class EngineClient:
         self._beat_s, self._beat_age_s = time.monotonic(), 0.0
         self._asked: dict[int, _Asked] = {}
         self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of the call
-        self._dropped: deque[int] = deque()  # grammars that this process no longer keeps
 
     # --------------------------------------------------------------------------------------------------- life
 
@@ -148,7 +146,7 @@ class EngineClient:
         try:
             yield loaded.adapter
         finally:
-            self._channel.send(boundary.LetGo(number))
+            self.let_go(number)
 
     # -------------------------------------------------------------------------------------------------- calls
 
@@ -177,7 +175,11 @@ class EngineClient:
 
     def _abandon(self, number: int) -> None:
         if self._calls.pop(number, None) is not None:
-            self._channel.send(boundary.LetGo(number))
+            self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """Of a compiled grammar: the result of its call."""
+        self._channel.send(boundary.LetGo(number))
 
     def _check_alive(self) -> None:
         if self.over.is_set():
@@ -185,18 +187,19 @@ class EngineClient:
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: Batch | FromEngine) -> None:
         match message:
+            case list():  # in this process
+                for number, event in message:
+                    self._deliver(number, event)
             case boundary.Tokens():
-                self._deliver(message)
+                self._deliver_all(message)
             case boundary.Returned():
                 self._settle(message)
             case boundary.Beat():
                 self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
                 self._heard.beat, self._heard.is_warm = message.number, message.is_warm
                 self._channel.send(msgspec.structs.replace(self._heard))
-                while self._dropped:
-                    self._channel.send(boundary.LetGo(self._dropped.popleft()))
             case boundary.AdapterList():
                 self.adapters = {one.adapter.name: one for one in message.loaded}
                 self._heard.adapters = message.version
@@ -208,17 +211,21 @@ class EngineClient:
             case _:
                 raise ProtocolBroken(f"{type(message).__name__} is no message for now")
 
-    def _deliver(self, message: boundary.Tokens) -> None:
+    def _deliver(self, number: int, event: TokenEvent) -> None:
+        asked = self._asked
+        if (one := asked.get(number) if event.finish is None else asked.pop(number, None)) is not None:
+            one.listener(event)
+
+    def _deliver_all(self, message: boundary.Tokens) -> None:
         if len(message.plain) % 2:
             raise ProtocolBroken(f"{len(message.plain)} numbers and tokens are no pairs")
-        asked, pairs = self._asked, iter(message.plain)
+        pairs = iter(message.plain)
         for number, token in zip(pairs, pairs, strict=True):
-            if (one := asked.get(number)) is not None:
+            if (one := self._asked.get(number)) is not None:
                 one.listener(TokenEvent(one.request_id, (token,)))
         for sent in message.rest:
-            number, is_last = sent.number, sent.event.finish is not None
-            if (found := asked.pop(number, None) if is_last else asked.get(number)) is not None:
-                found.listener(sent.made(found.request_id))
+            if (one := self._asked.get(sent.number)) is not None:
+                self._deliver(sent.number, sent.made(one.request_id))
 
     def _settle(self, reply: boundary.Returned) -> None:
         future, name = self._calls.pop(reply.call, (None, ""))
@@ -229,7 +236,7 @@ class EngineClient:
             return
         try:
             value = msgspec.msgpack.decode(reply.value, type=boundary.CALLS[name].gives)
-            future.set_result(KeptGrammar(self._dropped, reply.call) if name == "grammars.begin" else value)
+            future.set_result(reply.call if name == "grammars.begin" else value)
         except msgspec.MsgspecError as error:
             future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
@@ -260,13 +267,3 @@ class EngineClient:
             future, _ = self._calls.pop(call, (None, ""))
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_exception(EngineClosed(why))
-
-
-class KeptGrammar:
-    """While this object lives, the engine keeps the compiled grammar."""
-
-    def __init__(self, dropped: deque[int], call: int) -> None:
-        self._dropped, self._call = dropped, call
-
-    def __del__(self) -> None:
-        self._dropped.append(self._call)  # sent with the next beat: this may run at any point

@@ -330,13 +330,11 @@ class Generate:
 
             async def work() -> None:
                 form = self._form(body)
-                # for the submits that follow
-                kept = None if form is None else await service.compile(form)
-                before = None if body.snapshot is None else await service.open_snapshot(body, body.snapshot)
-                num_bytes = incoming.num_bytes + (0 if before is None else len(before.tokens))
-                submit = partial(self._submit, incoming, form, reading, exchange, before)
-                running = await service.compute(submit, num_bytes)
-                del kept
+                async with service.compiled(form):
+                    before = body.snapshot and await service.open_snapshot(body, body.snapshot)
+                    num_bytes = incoming.num_bytes + (len(before.tokens) if before else 0)
+                    submit = partial(self._submit, incoming, form, reading, exchange, before or None)
+                    running = await service.compute(submit, num_bytes)
                 try:
                     await (_stream if body.stream else _whole)(running, scope, receive, send)
                     reading.saw_all()

@@ -263,17 +263,8 @@ def as_chat(given: MessagesBody) -> schema.ChatBody:
             f"thinking.budget_tokens must be below max_tokens, which is {given.max_tokens}",
             "thinking.budget_tokens",
         )
-    return FittingChat(
-        **given.chat_fields(),
-        **schema.own_fields(given),
-        max_tokens=given.max_tokens,
-        thinking_token_budget=budget,
-        stop=given.stop_sequences,
-        stream=given.stream,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-    )
+    fields = {**schema.shared_fields(given), **given.chat_fields()}
+    return FittingChat(**fields, thinking_token_budget=budget, stop=given.stop_sequences)
 
 
 def as_counted(given: CountTokensBody) -> schema.ChatBody:

@@ -94,18 +94,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "function_call_output": (("call_id", "output"), ("name", "namespace")),
     "reasoning": ((), ("content", "summary", "encrypted_content")),
 }
-_ALL_FIELDS = (
-    "role",
-    "content",
-    "phase",
-    "call_id",
-    "name",
-    "arguments",
-    "output",
-    "summary",
-    "encrypted_content",
-    "namespace",
-)
+_ALL_FIELDS = dict.fromkeys(name for sets in _FIELDS.values() for names in sets for name in names)
 
 
 class FunctionTool(Function, tag_field="type", tag="function"):
@@ -243,31 +232,17 @@ def _messages(items: Sequence[Item]) -> list[schema.Message]:
 
 def as_chat(given: ResponsesBody) -> schema.ChatBody:
     form = None if given.text is None or given.text.format is None else given.text.format.response_format()
-    options = (
-        None
-        if given.stream_options is None
-        else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
-    )
-    return schema.ChatBody(
-        **schema.own_fields(given),
-        model=given.model,
-        messages=given.messages(),
-        max_tokens=given.max_output_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        stream=given.stream,
-        stream_options=options,
-        tools=None
-        if (functions := given.functions()) is None
-        else [Tool(type="function", function=one) for one in functions],
-        tool_choice=chosen(given.tool_choice.name)
-        if isinstance(given.tool_choice, ChosenFunction)
-        else given.tool_choice,
-        parallel_tool_calls=given.parallel_tool_calls,
-        response_format=form,
-        reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
-        prompt_cache_key=given.prompt_cache_key,
-    )
+    options, functions, choice = given.stream_options, given.functions(), given.tool_choice
+    changed: Json = {
+        "messages": given.messages(),
+        "max_tokens": given.max_output_tokens,
+        "stream_options": options and schema.StreamOptions(include_obfuscation=options.include_obfuscation),
+        "tools": functions and [Tool(type="function", function=one) for one in functions],
+        "tool_choice": chosen(choice.name) if isinstance(choice, ChosenFunction) else choice,
+        "response_format": form,
+        "reasoning_effort": given.reasoning and given.reasoning.effort,
+    }
+    return schema.ChatBody(**{**schema.shared_fields(given), **changed})
 
 
 # --------------------------------------------------------------------------------------- what is gone on from

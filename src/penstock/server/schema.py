@@ -107,8 +107,11 @@ class OwnFields(Strict):
     snapshot: SnapshotName | None = None  # the snapshot that the prompt continues
 
 
-def own_fields(body: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
+def shared_fields(body: msgspec.Struct) -> dict[str, Any]:
+    """Those of a body of another API that a chat has, too."""
+    return {
+        name: getattr(body, name) for name in body.__struct_fields__ if name in ChatBody.__struct_fields__
+    }
 
 
 class Generating(OwnFields, kw_only=True):

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -356,16 +356,24 @@ class Service:
             stats, others = await self.ask("stats")
         return stats, RequestFigures.total([self.engine.figures, *others])
 
-    async def compile(self, asked: Asked) -> object:
-        """Have the form of an answer compiled by the engine. It is found again at no cost while the result is
-        kept. A hang-up ends it."""
+    @contextlib.asynccontextmanager
+    async def compiled(self, asked: Asked | None) -> AsyncIterator[None]:
+        """Have the form of an answer compiled by the engine, which keeps it until the block is left: what is
+        submitted meanwhile finds it. A hang-up ends it."""
+        if asked is None:
+            yield
+            return
         try:
-            return await asyncio.wrap_future(self.engine.call("grammars.begin", asked.grammar))
+            number = await asyncio.wrap_future(self.engine.call("grammars.begin", asked.grammar))
         except InvalidRequest as error:
             # the engine's one name for all of these fields; the client gave another
             if error.param == "structured_outputs":
                 raise InvalidRequest(str(error), asked.field) from None
             raise
+        try:
+            yield
+        finally:
+            self.engine.let_go(number)
 
     async def open_snapshot(self, body: CompletionBody | ChatBody, name: str) -> SnapshotContent:
         """What the request's prompts go on from."""

@@ -97,15 +97,9 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
+_FORMS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}  # kinds of grammars
 # fields of a body
-ASKING = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+ASKING = ("response_format", "structured_outputs", *(f"guided_{name}" for name in _FORMS))
 
 
 class Asked(NamedTuple):
@@ -122,18 +116,12 @@ def asked_of(body: Any) -> Asked | None:
     if given is not None and given.type != "text":
         schema = ANY_OBJECT if given.json_schema is None else given.json_schema.schema
         schema = {} if schema is None else schema
-    fields = (
-        ("response_format", "json_schema", schema),
-        ("structured_outputs.json", "json_schema", outputs.json),
-        ("structured_outputs.regex", "regex", outputs.regex),
-        ("structured_outputs.choice", "choice", outputs.choice),
-        ("structured_outputs.grammar", "lark", outputs.grammar),
-        ("structured_outputs.json_object", "json_schema", ANY_OBJECT if outputs.json_object else None),
-        ("guided_json", "json_schema", body.guided_json),
-        ("guided_regex", "regex", body.guided_regex),
-        ("guided_choice", "choice", body.guided_choice),
-        ("guided_grammar", "lark", body.guided_grammar),
+    fields: list[tuple[str, Any, Any]] = [("response_format", "json_schema", schema)]
+    fields += [(f"structured_outputs.{name}", kind, getattr(outputs, name)) for name, kind in _FORMS.items()]
+    fields.append(
+        ("structured_outputs.json_object", "json_schema", ANY_OBJECT if outputs.json_object else None)
     )
+    fields += [(f"guided_{name}", kind, getattr(body, f"guided_{name}")) for name, kind in _FORMS.items()]
     for field, _, value in fields:
         if is_deep(value):
             raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} lists and objects", field)
