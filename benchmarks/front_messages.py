@@ -18,8 +18,7 @@ from typing import Any
 
 from penstock.contract import TokenEvent
 from penstock.server import boundary
-from penstock.server.boundary import FromEngine, Wire, frame
-from penstock.server.links import tokens_of
+from penstock.server.boundary import FromEngine, Wire, frame, tokens_of
 
 NUM_REQUESTS = 256
 NUM_MESSAGES = 20_000

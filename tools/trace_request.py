@@ -26,7 +26,7 @@ from penstock.config import ServerConfig
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.server.connection import Connection
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -125,7 +125,7 @@ def main() -> None:
     listed, tracer = parser.parse_args().list, Tracer()
     with tempfile.TemporaryDirectory() as folder:
         engine = build(tiny_config(MODEL, host_blocks=64, ssd_dir=folder, ssd_gib=0.01, prefill_chunk=512))
-        server = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
+        server = server_here(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
         (thread := threading.Thread(target=server.run)).start()
         while thread.is_alive() and not server.started:
             time.sleep(0.01)

@@ -32,7 +32,7 @@ LAYERS = (
         "penstock.models",
         "penstock.engine.scheduling",
     ),
-    ("penstock.speculation",),
+    ("penstock.speculation", "penstock.text"),
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers",),
     (
@@ -55,7 +55,6 @@ LAYERS = (
                 "sessions",
                 "snapshots",
                 "stats",
-                "text",
                 "turns",
             )
         ),
@@ -72,6 +71,7 @@ NO_TORCH = (
     "penstock.kv.blocks",
     "penstock.engine.scheduling",
     "penstock.sanitizer",
+    "penstock.text",
     *PURE_SPECULATION,
 )
 TORCH_CUDA = (

@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from penstock.config import ResidencyName
 from penstock.contract import (
     Adapter,
@@ -25,13 +27,17 @@ from penstock.contract import (
     KvSource,
     Listener,
     Prefetched,
+    PromptLimits,
+    PromptLogprobs,
     SamplingParams,
     TokenEvent,
     TokenLogprob,
+    TokenScores,
 )
 from penstock.engine.adapters import AdapterStore
+from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
-from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest
+from penstock.errors import EngineClosed
 from penstock.figures import Histogram
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
@@ -118,8 +124,24 @@ class ScriptedEngine:
         self._seen: set[tuple[tuple[str, str], tuple[int, ...]]] = set()
         # tokens by source, and what was generated in how many steps
         self._counts = Counter(device=0, computed=0)
+        self._after: list[Callable[[], None]] = []
 
     # ---- what the server calls
+
+    max_open = 1 << 20
+    residency = ResidencyChoice(0, BLOCK_TOKENS, False, (), None)
+
+    @property
+    def limits(self) -> PromptLimits:
+        return PromptLimits(self.max_model_len, self.tokenizer.vocab_size, 1 << 31)
+
+    def call_after_events(self, callback: Callable[[], None]) -> None:
+        self._after.append(callback)
+
+    def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def submit(
         self,
@@ -132,13 +154,7 @@ class ScriptedEngine:
     ) -> str:
         given = SubmitOptions(**options)
         adapter, cache_salt = given.adapter, given.cache_salt
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        if len(prompt) + sampling.max_tokens > self.max_model_len:
-            asked = f"you requested {len(prompt) + sampling.max_tokens} tokens"
-            raise ContextExceeded(
-                self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens"
-            )
+        prompt, _ = self.limits.checked(prompt, sampling)
         tokens = self._script(prompt, sampling)
         with self._lock:
             if self._closed:
@@ -253,6 +269,8 @@ class ScriptedEngine:
                 self._lock.wait(timeout_s)
         for listener, event in events:
             listener(event)
+        for callback in self._after if events else ():
+            callback()
         if self._pace_s:
             time.sleep(self._pace_s)
 
@@ -291,7 +309,7 @@ class ScriptedEngine:
         source = KvSource(device=num_cached, computed=len(request.prompt) - num_cached)
         self._counts.update(device=source.device, computed=source.computed)
         count = request.sampling.prompt_logprobs
-        scores = None if count is None else (None, *(_score(token, count) for token in request.prompt[1:]))
+        scores = None if count is None else _scores(request.prompt[1:], count)
         return {"source": source, "prompt_logprobs": scores}
 
     def _end(self, request: _Open, finish: FinishReason, **fields: Any) -> tuple[Listener, TokenEvent]:
@@ -310,13 +328,28 @@ def _score(token: int, count: int) -> TokenLogprob:
     return TokenLogprob(token, -0.5, 2, tuple(ranked[:count]))
 
 
+def _scores(tokens: Sequence[int], count: int) -> PromptLogprobs:
+    if not tokens:
+        return PromptLogprobs((None,))
+    scored = [_score(token, count) for token in tokens]
+    ids, values = (
+        np.array([[pair[at] for pair in one.top] for one in scored], kind).reshape(len(scored), -1)
+        for at, kind in ((0, np.int32), (1, np.float32))
+    )
+    columns = ([one[at] for one in scored] for at in range(3))
+    rows = (
+        np.array(column, kind) for column, kind in zip(columns, (np.int32, np.float32, np.int32), strict=True)
+    )
+    return PromptLogprobs((None, TokenScores(*rows, ids, values)))
+
+
 class ScriptedLoop:
     """Steps a scripted engine on a thread of its own."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.age_s: float | None = None  # set: what `beat_age_s` says
         self.is_warm = True
-        self._engine = engine
+        self.engine = engine
         self._beat_s = time.monotonic()
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -337,15 +370,15 @@ class ScriptedLoop:
         return time.monotonic() - self._beat_s if self.age_s is None else self.age_s
 
     def close(self, deadline_s: float) -> None:
-        self._engine.close_admission()
+        self.engine.close_admission()
         by_s = time.monotonic() + deadline_s
-        while self._thread.is_alive() and self._engine.num_open and time.monotonic() < by_s:
+        while self._thread.is_alive() and self.engine.num_open and time.monotonic() < by_s:
             time.sleep(0.005)
-        self._engine.cancel_all()
+        self.engine.cancel_all()
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.is_set() or (self._engine.num_open and self._error is None):
+        while not self._stop.is_set() or (self.engine.num_open and self._error is None):
             self._beat_s = time.monotonic()
-            self._engine.step(0.01)
+            self.engine.step(0.01)

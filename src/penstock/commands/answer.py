@@ -17,8 +17,8 @@ from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, T
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.engine.text import StopString, TextStream
 from penstock.errors import StepFailed
+from penstock.text.stream import StopString, TextStream
 
 LOOK_S = 1.0  # between two checks whether the engine is alive
 CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes seconds at most

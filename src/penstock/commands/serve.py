@@ -63,7 +63,7 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
     loop = EngineLoop(engine)
 
     try:
-        http = run.HttpServer(engine, loop, server, listener)
+        http = run.server_here(engine, loop, server, listener)
         _log_summary(engine, config, server, http.url)
         start_loop(loop)  # what takes long before the first request
         http.run()

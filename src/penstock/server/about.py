@@ -5,48 +5,72 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock import __version__
 from penstock.server import messages, responses, schema
 
-# Routes with their methods, their purpose, and the type of a posted body. `/` itself is not listed.
-ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
-    "/v1/chat/completions": ("post", "Answer a conversation.", schema.ChatBody),
-    "/v1/completions": ("post", "Continue a text.", schema.CompletionBody),
-    "/v1/responses": (
-        "post",
-        "Answer a conversation, in the newer words of OpenAI.",
-        responses.ResponsesBody,
-    ),
-    "/v1/responses/{id}": ("get delete", "Such an answer, while it is kept.", None),
-    "/v1/messages": ("post", "Answer a conversation, in the words of Anthropic.", messages.MessagesBody),
-    "/v1/messages/count_tokens": (
-        "post",
-        "How long the prompt of such a conversation is.",
-        messages.CountTokensBody,
-    ),
-    "/v1/models": ("get", "The served model and its adapters.", None),
-    "/v1/models/{model}": ("get", "One of them.", None),
-    "/v1/load_lora_adapter": ("post", "Load an adapter.", schema.LoadLoraBody),
-    "/v1/unload_lora_adapter": ("post", "Forget an adapter.", schema.UnloadLoraBody),
-    "/v1/snapshots": ("get post", "Conversations whose KV stays, and one more of them.", schema.SnapshotBody),
-    "/v1/snapshots/{name}": ("get delete", "One of them.", None),
-    "/tokenize": ("post", "Text to token ids.", schema.TokenizeBody),
-    "/detokenize": ("post", "Token ids to text.", schema.DetokenizeBody),
-    "/cache/stats": ("get", "What is in the KV cache.", None),
-    "/cache/prefetch": ("post", "Bring KV up from colder tiers.", schema.PrefetchBody),
-    "/cache/flush": ("post", "Wait until KV is saved.", None),
-    "/cache/reset": ("post", "Forget KV.", None),
-    "/health": ("get", "Whether requests are taken.", None),
-    "/live": ("get", "Whether the engine's loop comes round.", None),
-    "/metrics": ("get", "Figures for Prometheus.", None),
-    "/version": ("get", "The version of this server.", None),
-    "/openapi.json": ("get", "This description.", None),
+# Path, methods, the name of its endpoint, and what it does.
+_TABLE = """
+/v1/chat/completions post chat: Answer a conversation.
+/v1/completions post completions: Continue a text.
+/v1/responses post responses: Answer a conversation, in the newer words of OpenAI.
+/v1/responses/{id} get delete response: Such an answer, while it is kept.
+/v1/messages post messages: Answer a conversation, in the words of Anthropic.
+/v1/messages/count_tokens post count_tokens: How long the prompt of such a conversation is.
+/v1/models get models: The served model and its adapters.
+/v1/models/{model} get model: One of them.
+/v1/load_lora_adapter post load_lora: Load an adapter.
+/v1/unload_lora_adapter post unload_lora: Forget an adapter.
+/v1/snapshots get post snapshots: Conversations whose KV stays, and one more of them.
+/v1/snapshots/{name} get delete snapshot: One of them.
+/tokenize post tokenize: Text to token ids.
+/detokenize post detokenize: Token ids to text.
+/cache/stats get cache_stats: What is in the KV cache.
+/cache/prefetch post cache_prefetch: Bring KV up from colder tiers.
+/cache/flush post cache_flush: Wait until KV is saved.
+/cache/reset post cache_reset: Forget KV.
+/health get health: Whether requests are taken.
+/live get live: Whether the engine's loop comes round.
+/metrics get metrics: Figures for Prometheus.
+/version get version: The version of this server.
+/openapi.json get openapi: This description.
+/ get landing: This page.
+"""
+_BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "chat": schema.ChatBody,
+    "completions": schema.CompletionBody,
+    "responses": responses.ResponsesBody,
+    "messages": messages.MessagesBody,
+    "count_tokens": messages.CountTokensBody,
+    "load_lora": schema.LoadLoraBody,
+    "unload_lora": schema.UnloadLoraBody,
+    "snapshots": schema.SnapshotBody,
+    "tokenize": schema.TokenizeBody,
+    "detokenize": schema.DetokenizeBody,
+    "cache_prefetch": schema.PrefetchBody,
 }
+
+
+class PathRow(NamedTuple):
+    methods: tuple[str, ...]
+    name: str
+    about: str
+    body: type[msgspec.Struct] | None  # of a post
+
+
+def _rows() -> Iterator[tuple[str, PathRow]]:
+    for line in _TABLE.strip().splitlines():
+        head, _, about = line.partition(": ")
+        path, *methods, name = head.split()
+        yield path, PathRow(tuple(methods), name, about, _BODIES.get(name))
+
+
+PATHS: Mapping[str, PathRow] = dict(_rows())
+ROUTES = {path: row for path, row in PATHS.items() if path != "/"}  # that are described
 # The page loads nothing, and runs no scripts.
 LANDING_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
@@ -60,7 +84,7 @@ _STYLE = (
 
 def openapi(with_key: bool) -> dict[str, Any]:
     """Made from the types that requests are decoded with, so that it always matches what is accepted."""
-    bodies = [body for _, _, body in ROUTES.values() if body is not None]
+    bodies = [row.body for row in ROUTES.values() if row.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     by_body = dict(zip(bodies, schemas, strict=True))
     content: dict[str, Any] = {
@@ -68,10 +92,12 @@ def openapi(with_key: bool) -> dict[str, Any]:
         "info": {"title": "Penstock", "version": __version__, "license": {"name": "Apache-2.0"}},
         "paths": {
             path: {
-                method: _operation(path, about, by_body[body] if body and method == "post" else None)
-                for method in methods.split()
+                method: _operation(
+                    path, row.about, by_body[row.body] if row.body and method == "post" else None
+                )
+                for method in row.methods
             }
-            for path, (methods, about, body) in ROUTES.items()
+            for path, row in ROUTES.items()
         },
         "components": {"schemas": components},
     }
@@ -95,12 +121,12 @@ def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
     return operation
 
 
-def landing(facts: Sequence[tuple[str, str]]) -> str:
+def landing(facts: Mapping[str, str]) -> str:
     """One page without scripts: what runs here, and links. Everything on it is escaped."""
     rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts.items()
     )
-    links = "".join(_row(path, methods, about) for path, (methods, about, _) in ROUTES.items())
+    links = "".join(_row(path, row) for path, row in ROUTES.items())
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Penstock</title>'
     head += f"<style>{_STYLE}</style></head>"
     body = (
@@ -110,7 +136,7 @@ def landing(facts: Sequence[tuple[str, str]]) -> str:
     return f"{head}<body>{body}</body></html>\n"
 
 
-def _row(path: str, methods: str, about: str) -> str:
-    shown = html.escape(path)
-    name = f'<a href="{shown}">{shown}</a>' if "get" in methods.split() and "{" not in path else shown
-    return f"<tr><td>{methods.upper()}</td><td>{name}</td><td>{html.escape(about)}</td></tr>"
+def _row(path: str, row: PathRow) -> str:
+    shown, methods = html.escape(path), " ".join(row.methods).upper()
+    name = f'<a href="{shown}">{shown}</a>' if "get" in row.methods and "{" not in path else shown
+    return f"<tr><td>{methods}</td><td>{name}</td><td>{html.escape(row.about)}</td></tr>"

@@ -13,7 +13,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.about import ROUTES
-from penstock.server.client import RequestFigures
+from penstock.server.seats import RequestFigures
 
 if TYPE_CHECKING:
     from penstock.server.tracing import Tracing

@@ -3,7 +3,6 @@ socket."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -22,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.server.access import ID_HEADER, IGNORED_HEADER, AccessLog, exchange_of
-from penstock.server.client import EngineClient, EngineLife, Fronts
 from penstock.server.faults import Hangup, Refused, error_response, on_error, on_hangup
 from penstock.server.routes import OPEN_PATHS, make_routes
 from penstock.server.service import Service
@@ -35,25 +33,20 @@ logger = logging.getLogger("penstock.server")
 BLANKS = b" \t"  # of HTTP
 
 
-def make_app(
-    engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None
-) -> Starlette:
-    """The app starts `loop` when it starts and closes it when it stops; its routes share
-    `app.state.service`."""
+def make_app(service: Service) -> Starlette:
+    """The app starts and stops `service`, which its routes share."""
+    config = service.config
     if config.api_key is not None:
         _check_key(config.api_key)
-    service = Service(engine, loop, config, fronts)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
         await service.warm()
-        watcher = asyncio.create_task(service.watch())
         try:
             yield
         finally:
-            watcher.cancel()
             await service.wait_stopped()
             if tracing is not None:
                 await anyio.to_thread.run_sync(tracing.close)
@@ -65,7 +58,6 @@ def make_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # an unknown path is an error, not redirected
-    app.state.service = service
     return app
 
 
@@ -81,7 +73,7 @@ def _tracing(config: ServerConfig) -> Tracing | None:
 def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None) -> list[Middleware]:
     """Outermost first. CORS comes before the key check: a browser asks before it sends a key, and must be
     able to read a refusal."""
-    stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
+    stack = [Middleware(AccessLog, figures=service.engine.figures, tracing=tracing)]
     if config.cors_origins:
         seen = (ID_HEADER, IGNORED_HEADER, "retry-after")
         methods = ("GET", "POST", "DELETE")

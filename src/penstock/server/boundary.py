@@ -1,5 +1,5 @@
-"""Messages between the processes of one server: their types, their version, and their framing on a stream
-socket. Owns no process and no thread; both ends decide when to send.
+"""Messages between an engine and its fronts, and between the processes of one server: their types, their
+version, and their framing on a stream socket. Owns no process and no thread; both ends decide when to send.
 
 A frame is four bytes of length and as many of MessagePack. Nothing is ever unpickled: a message is one of the
 types below, or an error.
@@ -11,9 +11,8 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -29,6 +28,10 @@ from penstock.contract import (
     PromptLimits,
     PromptLogprobs,
     SamplingParams,
+    Snapshot,
+    SnapshotContent,
+    SnapshotList,
+    SnapshotRequest,
     TokenEvent,
     TokenScores,
 )
@@ -36,11 +39,12 @@ from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.stats import EngineStats
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
-from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
-from penstock.server.kept import KeptResponse, ResponseStore
+from penstock.server.kept import KeptResponse
+from penstock.server.seats import RequestFigures
 
-VERSION = 8  # of everything below; both ends send it first
+VERSION = 9  # of everything below; both ends send it first
 MAX_BYTES = 256 << 20  # of one message; a longer one is garbage and is not read
+FlushLevel = Literal["captured", "visible", "persisted"]
 _LENGTH = struct.Struct("<I")
 
 M = TypeVar("M")
@@ -127,13 +131,13 @@ class Hello(Sent, tag=1):
     version: int
     name: str
     limits: PromptLimits
-    sampling: dict[str, Any]
+    sampling: dict[str, Any]  # the model's defaults
     tiers: tuple[str, ...]
     max_open: int
     pid: int
     started_s: float  # time.time()
     lora_root: bool  # whether clients may load adapters
-    tokenizer: TokenizerSpec
+    tokenizer: TokenizerSpec | None  # None: the front has the engine's own
     adapters: list[LoadedAdapter]
     residency: ResidencyChoice
     # a front started during the warm-up learns from a later beat that the engine is warm
@@ -141,8 +145,8 @@ class Hello(Sent, tag=1):
 
 
 class Tokens(Sent, tag=2):
-    """All events of a step for one front process. An event that is one token is a pair of numbers, request
-    and token. The other events follow, in order for each request."""
+    """All events of a step for one front. An event that is one token is a pair of numbers, request and token.
+    The other events follow, in order for each request."""
 
     plain: list[int]
     rest: list[SentEvent]
@@ -157,6 +161,7 @@ class Returned(Sent, tag=3):
 class Beat(Sent, tag=4):
     """The engine's process is alive; its loop last turned this long ago. Answered with Awake."""
 
+    number: int
     age_s: float
     is_warm: bool = True
 
@@ -168,18 +173,33 @@ class AdapterList(Sent, tag=5):
     loaded: list[LoadedAdapter]
 
 
-class WantFigures(Sent, tag=6):
-    """Answered with FrontFigures."""
-
-
-class Bye(Sent, tag=7):
+class Bye(Sent, tag=6):
     """The last message of the engine: it has closed as requested, and every request has had its last event.
     Or it has failed."""
 
     why: str = ""  # it has failed
 
 
-FromEngine = Hello | Tokens | Returned | Beat | AdapterList | WantFigures | Bye
+FromEngine = Hello | Tokens | Returned | Beat | AdapterList | Bye
+Batch = list[tuple[int, TokenEvent]]  # events with the numbers of their requests
+
+
+def tokens_of(batch: Batch) -> Tokens:
+    """Of each request in order: once one has an event that is more than a token, what follows it in the batch
+    is among those, too."""
+    plain: list[int] = []
+    rest: list[SentEvent] = []
+    seen: set[int] = set()
+    for number, event in batch:
+        if len(event.tokens) == 1 and event[2:] == _PLAIN and number not in seen:
+            plain += number, event.tokens[0]
+        else:
+            seen.add(number)
+            rest.append(SentEvent.of(number, event))
+    return Tokens(plain, rest)
+
+
+_PLAIN = TokenEvent("")[2:]
 
 # -------------------------------------------------------------------------------------------- front to engine
 
@@ -224,19 +244,17 @@ class LetGo(Sent, tag=4):
     number: int
 
 
-class FrontFigures(Sent, tag=5):
-    figures: RequestFigures
-    were_wanted: bool = False
+class Awake(Sent, tag=5):
+    """This front reads its messages: the last beat and list of adapters that it has read, whether it knows a
+    warm engine, and its figures."""
 
-
-class Awake(Sent, tag=6):
-    """This front reads its messages. Which list of adapters it has, and whether it knows a warm engine."""
-
-    adapters: int
+    beat: int = 0
+    adapters: int = 0
     is_warm: bool = False
+    figures: RequestFigures = msgspec.field(default_factory=RequestFigures)
 
 
-class Call(Sent, tag=7):
+class Call(Sent, tag=6):
     """One of CALLS. A compiled grammar is kept until LetGo of `number`."""
 
     number: int
@@ -244,46 +262,39 @@ class Call(Sent, tag=7):
     arguments: bytes  # MessagePack of what it takes
 
 
-FromFront = Submit | Cancel | HoldAdapter | LetGo | FrontFigures | Awake | Call
+FromFront = Submit | Cancel | HoldAdapter | LetGo | Awake | Call
 
 
 class CallTypes(NamedTuple):
-    takes: Any
     gives: Any
+    takes: Any
+    blocks: bool = False  # it may take long, and gets a thread of its own
 
 
-def _types_of(method: Callable[..., Any]) -> CallTypes:
-    hints = get_type_hints(method)
-    gives = hints.pop("return")
-    if get_origin(gives) is Future:
-        (gives,) = get_args(gives)
-    return CallTypes(tuple[tuple(hints.values())], gives)  # type: ignore[misc]
+def _call(gives: Any, *takes: Any, blocks: bool = False) -> CallTypes:
+    return CallTypes(gives, tuple[takes], blocks)  # type: ignore[valid-type]
 
 
-CALLS = {
-    **{
-        method.__qualname__: _types_of(method)
-        for method in (
-            *(
-                EngineClient.reset_cache,
-                EngineClient.wait_flushed,
-                AdapterNames.load_inside,
-                AdapterNames.unload,
-            ),
-            *(SnapshotStore.begin_take, SnapshotStore.begin_all, SnapshotStore.begin_find),
-            *(SnapshotStore.begin_open, SnapshotStore.begin_delete),
-        )
-    },
-    EngineClient.note_seen.__qualname__: _types_of(EngineClient.note_seen),
+# By the name of the method of the engine, of one of its parts, or of what is kept beside it.
+CALLS: Mapping[str, CallTypes] = {
     # figures: of all other fronts
-    EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),
-    EngineClient.prefetch.__qualname__: CallTypes(
-        tuple[bytes | None, str, str, Adapter | None], Prefetched | None
-    ),
-    GrammarCompiler.begin.__qualname__: CallTypes(tuple[Grammar], None),
-    ResponseStore.keep.__qualname__: CallTypes(tuple[str, str, KeptResponse], None),
-    ResponseStore.find.__qualname__: CallTypes(tuple[str, str], KeptResponse),
-    ResponseStore.delete.__qualname__: CallTypes(tuple[str, str], None),
+    "stats": _call(tuple[EngineStats, list[RequestFigures]], blocks=True),
+    "reset_cache": _call(dict[str, int], Sequence[str], blocks=True),
+    "wait_flushed": _call(None, FlushLevel, float, blocks=True),
+    "note_seen": _call(None, str, int),
+    # tokens, session, salt, adapter
+    "prefetch": _call(Prefetched | None, bytes | None, str, str, Adapter | None),
+    "grammars.begin": _call(None, Grammar),
+    "adapters.load_inside": _call(LoadedAdapter, str, str, blocks=True),
+    "adapters.unload": _call(bool, str, blocks=True),
+    "snapshots.begin_take": _call(Snapshot, SnapshotRequest),
+    "snapshots.begin_all": _call(SnapshotList, str),
+    "snapshots.begin_find": _call(Snapshot, str, str),
+    "snapshots.begin_open": _call(SnapshotContent, str, str, Adapter | None),
+    "snapshots.begin_delete": _call(None, str, str),
+    "responses.keep": _call(None, str, str, KeptResponse),
+    "responses.find": _call(KeptResponse, str, str),
+    "responses.delete": _call(None, str, str),
 }
 
 

@@ -1,201 +1,269 @@
-"""The server's interface to an engine, in this process (`Engine` and `EngineLoop`) or in another one
-(`RemoteEngine`). Owns the interface, and what fronts share: seats, and figures of HTTP exchanges."""
+"""The engine as its front sees it, whichever process it is in: the one client of the one service (`links`).
+Owns the unanswered calls and the last received list of adapters; the requests themselves belong to the
+engine."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
 
 from penstock.contract import (
     Adapter,
-    Grammar,
+    FinishReason,
     Listener,
     LoadedAdapter,
     Prefetched,
     SamplingParams,
-    Snapshot,
-    SnapshotContent,
-    SnapshotList,
-    SnapshotRequest,
+    TokenEvent,
 )
-from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram
-from penstock.models.tokenizer import TextCodec
-from penstock.server.kept import KeptResponses, ResponseStore
-from penstock.server.seats import Gate, GateNumber, SeatBook
+from penstock.errors import EngineClosed
+from penstock.models.tokenizer import TextCodec, tokenizer_of
+from penstock.server import boundary
+from penstock.server.boundary import Batch, FromEngine, Hello, ProtocolBroken, SubmitOptions
+from penstock.server.channel import FrontEnd
+from penstock.server.seats import RequestFigures
 
-if TYPE_CHECKING:
-    from penstock.server.access import Exchange
-
-FlushLevel = Literal["captured", "visible", "persisted"]
-SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-TOKENS = tuple(float(2**power) for power in range(0, 21, 2))  # 1 to a million
+logger = logging.getLogger("penstock.server")
 
 
-class AdapterNames(Protocol):
-    """The adapters that requests may name. Only `load_inside` and `unload` take long."""
-
-    @property
-    def root(self) -> object:
-        """None: clients may load none."""
-
-    def all(self) -> Sequence[LoadedAdapter]: ...
-
-    def find(self, name: str) -> LoadedAdapter | None: ...
-
-    def try_hold(self, name: str) -> AbstractContextManager[Adapter] | None:
-        """The adapter that has the name now. Until the hold ends, requests can be submitted to that
-        content."""
-
-    def load_inside(self, name: str, path: str) -> LoadedAdapter: ...
-
-    def unload(self, name: str) -> bool: ...
+class _Asked(NamedTuple):
+    request_id: str
+    listener: Listener
 
 
-class GrammarCompiler(Protocol):
-    def begin(self, grammar: Grammar) -> Future[Any]:
-        """Free of cost while the result is kept. A cancel ends it, unless other callers wait for the same
-        grammar."""
+def greeted(channel: FrontEnd) -> Hello:
+    """Block until the engine has introduced itself. Raises EngineClosed if it never does, ProtocolBroken if
+    it has another version."""
+    hello = channel.greeting()
+    if hello is None:
+        raise EngineClosed("the engine's process ended before it was ready")
+    if not isinstance(hello, Hello):
+        raise ProtocolBroken(f"the engine began with {type(hello).__name__}")
+    if hello.version != boundary.VERSION:
+        raise ProtocolBroken(
+            f"the engine speaks version {hello.version} of the protocol, and this process {boundary.VERSION}"
+        )
+    return hello
 
 
-class SnapshotStore(Protocol):
-    """Snapshots by name. Never blocks. Cancelling a returned future ends the call if it has not begun."""
+class EngineClient:
+    """Messages are taken on the event loop, from `start` on; listeners are called there. Any thread may ask,
+    and no call blocks."""
 
-    def begin_take(self, asked: SnapshotRequest) -> Future[Snapshot]: ...
+    def __init__(self, channel: FrontEnd, tokenizer: TextCodec | None = None) -> None:
+        """Blocks until the engine has introduced itself, see `greeted`."""
+        self.facts = hello = greeted(channel)
+        if tokenizer is None:
+            assert hello.tokenizer is not None
+            tokenizer = tokenizer_of(hello.tokenizer)
+        self.tokenizer = tokenizer
+        self.max_model_len = hello.limits.max_model_len
+        self.adapters = {one.adapter.name: one for one in hello.adapters}
+        self.figures = RequestFigures()  # of this front
+        self.new_number = itertools.count(1).__next__  # of requests and calls
+        self.error: EngineClosed | None = None  # why the engine is gone
+        self.over = asyncio.Event()  # nothing more will come
+        self._channel = channel
+        self._heard = boundary.Awake(is_warm=hello.is_warm, figures=self.figures)
+        self._beat_s, self._beat_age_s = time.monotonic(), 0.0
+        self._asked: dict[int, _Asked] = {}
+        self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of the call
 
-    def begin_all(self, cache_salt: str = "") -> Future[SnapshotList]: ...
+    # --------------------------------------------------------------------------------------------------- life
 
-    def begin_find(self, name: str, cache_salt: str = "") -> Future[Snapshot]: ...
-
-    def begin_open(
-        self, name: str, cache_salt: str = "", adapter: Adapter | None = None
-    ) -> Future[SnapshotContent]: ...
-
-    def begin_delete(self, name: str, cache_salt: str = "") -> Future[None]: ...
-
-
-class EngineClient(Protocol):
-    """Only `stats`, `reset_cache` and `wait_flushed` may block. All may be called from any thread."""
-
-    name: str
-    tokenizer: TextCodec
-    max_model_len: int
-    sampling: Mapping[str, Any]
+    def start(self) -> None:
+        """On the event loop."""
+        self._beat_s = time.monotonic()
+        self._channel.start(self._take, lambda why: self._end(EngineClosed(why)))
 
     @property
-    def tiers(self) -> tuple[str, ...]: ...
+    def is_warm(self) -> bool:
+        return self._heard.is_warm
 
     @property
-    def adapters(self) -> AdapterNames: ...
+    def num_open(self) -> int:
+        """Requests that have not had their last event."""
+        return len(self._asked)
 
-    @property
-    def grammars(self) -> GrammarCompiler: ...
+    def beat_age_s(self) -> float:
+        """Time since the engine's loop last turned, or since its process was last heard."""
+        return time.monotonic() - self._beat_s + self._beat_age_s
 
-    @property
-    def snapshots(self) -> SnapshotStore: ...
+    def give_up(self) -> None:
+        """Cancel all requests, and end all waits now."""
+        for number in list(self._asked):
+            self.cancel(number)
+        self._end(None)
+
+    # ----------------------------------------------------------------------------------------------- requests
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *args: Any, **options: Any
-    ) -> str:
-        """`options` are those of `Engine.submit`."""
+        self,
+        number: int,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        listener: Listener,
+        **options: Any,
+    ) -> None:
+        """Invalid requests are refused here. If the engine refuses one anyway, the refusal is its only event.
+        `options` are those of the engine's `submit`."""
+        self._check_alive()
+        _, known = self.facts.limits.checked(prompt, sampling)
+        self.facts.residency.for_request(
+            options.get("residency"), options.get("pins"), len(known), max(0, sampling.max_tokens - 1)
+        )
+        given = SubmitOptions(**options)
+        self._asked[number] = _Asked(request_id, listener)
+        self._channel.send(boundary.Submit(number, request_id, known.tobytes(), sampling, given))
+        # the engine has ended meanwhile, and its end has missed this one
+        if self.over.is_set() and self._asked.pop(number, None) is not None:
+            self._check_alive()
 
-    def cancel(self, request_id: str) -> None: ...
+    def cancel(self, number: int) -> None:
+        if number in self._asked:
+            self._channel.send(boundary.Cancel(number))
 
-    def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
-        """As `Engine.note_seen`."""
+    def hold_adapter(self, name: str) -> AbstractContextManager[Adapter] | None:
+        """The adapter that has the name now. Until the hold ends, requests can be submitted to that
+        content."""
+        found = self.adapters.get(name)
+        return None if found is None else self._hold(found)
+
+    @contextmanager
+    def _hold(self, loaded: LoadedAdapter) -> Iterator[Adapter]:
+        """Requests sent meanwhile find the adapter as it was: the engine reads messages in order."""
+        number = self.new_number()
+        self._channel.send(boundary.HoldAdapter(number, loaded.adapter))
+        try:
+            yield loaded.adapter
+        finally:
+            self.let_go(number)
+
+    # -------------------------------------------------------------------------------------------------- calls
 
     def prefetch(
         self,
         prompt: Sequence[int] | None = None,
-        *,
         session: str = "",
         cache_salt: str = "",
         adapter: Adapter | None = None,
-    ) -> Future[Prefetched | None]: ...
+    ) -> Future[Prefetched | None]:
+        nothing = SamplingParams(max_tokens=0)
+        tokens = None if prompt is None else self.facts.limits.checked(prompt, nothing)[1].tobytes()
+        return self.call("prefetch", tokens, session, cache_salt, adapter)
 
-    def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]: ...
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        """One of `boundary.CALLS`. Ends with the answer, or when the engine is gone. Its owner may cancel it:
+        the engine is notified, and the answer is dropped."""
+        self._check_alive()
+        number, future = self.new_number(), Future[Any]()
+        self._calls[number] = future, name
+        future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
+        self._channel.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
+        if self.over.is_set():  # it has ended meanwhile, and its end may have missed this one
+            self._end_calls()
+        return future
 
-    def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None: ...
+    def _abandon(self, number: int) -> None:
+        if self._calls.pop(number, None) is not None:
+            self.let_go(number)
 
-    def stats(self) -> EngineStats: ...
+    def let_go(self, number: int) -> None:
+        """Of a compiled grammar: the result of its call."""
+        self._channel.send(boundary.LetGo(number))
 
+    def _check_alive(self) -> None:
+        if self.over.is_set():
+            raise EngineClosed(str(self.error or "the server is shutting down"))
 
-class EngineLife(Protocol):
-    """The state of the engine's loop."""
+    # ------------------------------------------------------------------------------------------------ reading
 
-    def start(self) -> None: ...
+    def _take(self, message: Batch | FromEngine) -> None:
+        match message:
+            case list():  # in this process
+                for number, event in message:
+                    self._deliver(number, event)
+            case boundary.Tokens():
+                self._deliver_all(message)
+            case boundary.Returned():
+                self._settle(message)
+            case boundary.Beat():
+                self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
+                self._heard.beat, self._heard.is_warm = message.number, message.is_warm
+                self._channel.send(msgspec.structs.replace(self._heard))
+            case boundary.AdapterList():
+                self.adapters = {one.adapter.name: one for one in message.loaded}
+                self._heard.adapters = message.version
+                self._channel.send(msgspec.structs.replace(self._heard))
+            case boundary.Bye(""):
+                self._end(None)
+            case boundary.Bye():
+                self._end(EngineClosed(f"the engine has failed: {message.why}"))
+            case _:
+                raise ProtocolBroken(f"{type(message).__name__} is no message for now")
 
-    @property
-    def is_warm(self) -> bool: ...
+    def _deliver(self, number: int, event: TokenEvent) -> None:
+        asked = self._asked
+        if (one := asked.get(number) if event.finish is None else asked.pop(number, None)) is not None:
+            one.listener(event)
 
-    def failed(self) -> BaseException | None: ...
+    def _deliver_all(self, message: boundary.Tokens) -> None:
+        if len(message.plain) % 2:
+            raise ProtocolBroken(f"{len(message.plain)} numbers and tokens are no pairs")
+        pairs = iter(message.plain)
+        for number, token in zip(pairs, pairs, strict=True):
+            if (one := self._asked.get(number)) is not None:
+                one.listener(TokenEvent(one.request_id, (token,)))
+        for sent in message.rest:
+            if (one := self._asked.get(sent.number)) is not None:
+                self._deliver(sent.number, sent.made(one.request_id))
 
-    def beat_age_s(self) -> float: ...
-
-    def close(self, deadline_s: float) -> None: ...
-
-
-@dataclass(slots=True)
-class RequestFigures:
-    """Lives on the event loop's thread. Plain data: fronts send theirs to each other."""
-
-    by_status: dict[tuple[str, str], int] = field(default_factory=Counter)  # path, status
-    by_finish: dict[str, int] = field(default_factory=Counter)  # choices by finish reason
-    # of generating requests: from their first byte to the answer's last
-    e2e: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_SECONDS))
-    prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-
-    def add(self, exchange: Exchange) -> None:
-        """An exchange is over."""
-        self.by_status[exchange.route, str(exchange.status)] += 1
-        if not exchange.generating:
+    def _settle(self, reply: boundary.Returned) -> None:
+        future, name = self._calls.pop(reply.call, (None, ""))
+        if future is None or not future.set_running_or_notify_cancel():
             return
-        for finish in exchange.finish:
-            self.by_finish[finish] += 1
-        self.e2e.add(exchange.ended_s - exchange.started_s)
-        self.prompt_tokens.add(exchange.prompt_tokens)
-        self.output_tokens.add(exchange.output_tokens)
-        if exchange.queue_s is not None:
-            self.queue.add(exchange.queue_s)
+        if reply.fault is not None:
+            future.set_exception(boundary.error_from(reply.fault))
+            return
+        try:
+            value = msgspec.msgpack.decode(reply.value, type=boundary.CALLS[name].gives)
+            future.set_result(reply.call if name == "grammars.begin" else value)
+        except msgspec.MsgspecError as error:
+            future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
-    def with_others(self, others: Iterable[RequestFigures]) -> RequestFigures:
-        """The sum; the operands are unchanged."""
-        total = RequestFigures()
-        for one in (self, *others):
-            for key, num in one.by_status.items():
-                total.by_status[key] += num
-            for finish, num in one.by_finish.items():
-                total.by_finish[finish] += num
-            for name in ("e2e", "queue", "prompt_tokens", "output_tokens"):
-                getattr(total, name).take_in(getattr(one, name))
-        return total
+    # --------------------------------------------------------------------------------------------------- ends
 
+    def _end(self, error: EngineClosed | None) -> None:
+        """Nothing more will come: end every wait at once. `error`: the engine has failed."""
+        if self.over.is_set():
+            return
+        if error is not None:
+            logger.error("the engine loop failed: %s", error)
+        self.error = error
+        self.over.set()
+        self._channel.stop()
+        failure = error or EngineClosed("the server is shutting down and gave this request up")
+        for number in list(self._asked):
+            if (asked := self._asked.pop(number, None)) is not None:
+                asked.listener(
+                    TokenEvent(
+                        asked.request_id, finish=FinishReason.ERROR, error=str(failure), failure=failure
+                    )
+                )
+        self._end_calls()
 
-@dataclass(frozen=True, slots=True)
-class Fronts:
-    """What all front processes of a server share. By default this front is alone: HTTP and engine are one
-    process."""
-
-    book: SeatBook = field(default_factory=lambda: SeatBook.make(1))
-    index: int = 0
-    started_s: float = field(default_factory=time.time)  # start of the server, the same in all processes
-    engine_pid: int | None = None  # None: it is this process
-    # of the engine, and of all other fronts. May block
-    stats: Callable[[], tuple[EngineStats, list[RequestFigures]]] | None = None
-
-    responses: ResponseStore = field(default_factory=KeptResponses)
-
-    def gate(self, limit: int, what: str, number: GateNumber) -> Gate:
-        return Gate(limit, what, self.book, self.index, number)
-
-    def note_connections(self, num: int) -> int:
-        """This front has `num` connections open; returns the number of the front with the fewest."""
-        return self.book.note_connections(self.index, num)
+    def _end_calls(self) -> None:
+        why = str(self.error or "the server is shutting down")
+        for call in list(self._calls):
+            future, _ = self._calls.pop(call, (None, ""))
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(EngineClosed(why))

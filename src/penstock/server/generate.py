@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import msgspec
@@ -19,38 +21,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract import SnapshotContent, TokenEvent
-from penstock.engine.text import StopString, TextStream
+from penstock.contract import SnapshotContent, Thought, TokenEvent
 from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong, ResponseMissing
 from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
 from penstock.server.kept import KeptResponse
-from penstock.server.replies import (
-    ChatReply,
-    ChoiceDelta,
-    ChoiceText,
-    CompletionReply,
-    Heading,
-    Prompt,
-    Wants,
-    usage_of,
-)
+from penstock.server.replies import ChatReply, CompletionReply, Heading, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
 from penstock.server.thinking import is_off, reasons, thought_of, variables_of
-from penstock.server.tools import (
-    AnswerFormat,
-    Asked,
-    MarkedTokens,
-    Tool,
-    calls_or_form,
-    format_of,
-    reader_of,
-    showing,
-    told,
-)
+from penstock.server.tools import Asked, Tool, calls_or_form, format_of, reader_of, told
+from penstock.text.answer import AnswerFormat, ChoiceDelta, ChoiceText, MarkedTokens, Prompt, Wants, showing
+from penstock.text.stream import StopString, TextStream, TokenBytes
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -211,42 +195,40 @@ SCORE_BYTES = 64  # of JSON for one token and one score
 Reply = ChatReply | CompletionReply | messages.MessagesReply | responses.ResponsesReply
 
 
-@dataclass(frozen=True, slots=True)
-class RouteKind:
+class RouteKind(NamedTuple):
     """The differences between generating routes. Routes of other APIs than OpenAI's are chats in another
     format."""
 
     body: type[msgspec.Struct]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
-    name: str  # groups statistics of answer lengths
     id_prefix: str
-    translate: Callable[[Any], ChatBody] | None = None
-    # names of the translated fields in the original body
-    names: Mapping[str, str] = field(default_factory=dict)
-    queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    translate: Callable[[Any], CompletionBody | ChatBody] = lambda given: given
+    names: Mapping[str, str] = MappingProxyType({})  # of the translated fields in the original body
+    queries: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     keeps: bool = False  # answers can be continued by their ids
 
 
-COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "completions", "cmpl-")
-CHAT = RouteKind(ChatBody, ChatReply, "chat", "chatcmpl-")
-MESSAGES = RouteKind(
-    messages.MessagesBody,
-    messages.MessagesReply,
-    "messages",
-    "msg_",
-    messages.as_chat,
-    messages.NAMES,
-    messages.QUERIES,
-)
-RESPONSES = RouteKind(
-    responses.ResponsesBody,
-    responses.ResponsesReply,
-    "responses",
-    "resp_",
-    responses.as_chat,
-    responses.NAMES,
-    keeps=True,
-)
+# by name, which groups statistics of answer lengths
+KINDS = {
+    "completions": RouteKind(CompletionBody, CompletionReply, "cmpl-"),
+    "chat": RouteKind(ChatBody, ChatReply, "chatcmpl-"),
+    "messages": RouteKind(
+        messages.MessagesBody,
+        messages.MessagesReply,
+        "msg_",
+        messages.as_chat,
+        messages.NAMES,
+        messages.QUERIES,
+    ),
+    "responses": RouteKind(
+        responses.ResponsesBody,
+        responses.ResponsesReply,
+        "resp_",
+        responses.as_chat,
+        responses.NAMES,
+        keeps=True,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,35 +304,39 @@ class RunningRequest:
         return await self.service.compute(make, num_scores * SCORE_BYTES)
 
 
+class Incoming(NamedTuple):
+    """A checked body. The raw bytes are not kept while the request runs."""
+
+    given: Any
+    body: CompletionBody | ChatBody  # its translation
+    num_bytes: int
+    owner: str  # of the answer
+
+
 class Generate:
     """ASGI endpoint of one generating route."""
 
-    def __init__(self, service: Service, kind: RouteKind) -> None:
+    def __init__(self, service: Service, name: str) -> None:
         self._service = service
-        self._kind = kind
-        schema.decoder(kind.body)
+        self._name, self._kind = name, KINDS[name]
+        schema.decoder(self._kind.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        with self._service.open_reading(exchange.unique) as reading:
-            given, body, num_read = await self._read(scope, receive)
+        exchange, service = exchange_of(scope), self._service
+        with service.open_reading(exchange.unique) as reading:
+            incoming = await self._read(scope, receive)
+            body = incoming.body
             reading.seats.widen(body.num_prompts * (body.n or 1))
 
             async def work() -> None:
-                asked = self._asked(body)
-                # for the submits that follow
-                kept = None if asked is None else await self._service.compile(asked)
-                before = (
-                    None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
-                )
-                num_bytes = num_read + (0 if before is None else len(before.tokens))
-                owner = owner_of(scope, body.cache_salt)
-                submit = partial(self._submit, given, body, asked, reading, exchange, before, owner)
-                running = await self._service.compute(submit, num_bytes)
-                del kept
-                answer = _stream if body.stream else _whole
+                form = self._form(body)
+                async with service.compiled(form):
+                    before = body.snapshot and await service.open_snapshot(body, body.snapshot)
+                    num_bytes = incoming.num_bytes + (len(before.tokens) if before else 0)
+                    submit = partial(self._submit, incoming, form, reading, exchange, before or None)
+                    running = await service.compute(submit, num_bytes)
                 try:
-                    await answer(running, scope, receive, send)
+                    await (_stream if body.stream else _whole)(running, scope, receive, send)
                     reading.saw_all()
                 finally:
                     running.settle()
@@ -358,99 +344,93 @@ class Generate:
             with schema.renamed(self._kind.names):
                 await while_connected(receive, reading.abandon, work)
 
-    async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
-        """A checked body, its translation, and its size. The raw bytes are not kept while the request
-        runs."""
+    async def _read(self, scope: Scope, receive: Receive) -> Incoming:
         kind, service = self._kind, self._service
         given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
-        if kind.keeps and given.previous_response_id is not None:
-            given, num_bytes = await self._continued(given, num_bytes, owner_of(scope, given.cache_salt))
-        body = given if kind.translate is None else kind.translate(given)
+        owner = owner_of(scope, getattr(given, "cache_salt", None))
+        if kind.keeps and (id := given.previous_response_id) is not None:
+            try:
+                kept: KeptResponse = await service.ask("responses.find", id, owner)
+            except ResponseMissing:
+                raise responses.missing(id) from None
+            given, num_bytes = responses.continued(given, kept), num_bytes + sum(map(len, kept))
+        body = kind.translate(given)
         with schema.renamed(kind.names):
             body.check()
-        return given, body, num_bytes
+        return Incoming(given, body, num_bytes, owner)
 
-    def _asked(self, body: CompletionBody | ChatBody) -> Asked | None:
+    def _form(self, body: CompletionBody | ChatBody) -> Asked | None:
         """The required form of the answer, in this model's format."""
         asked, config, tokenizer = body.asked(), self._service.config, self._service.engine.tokenizer
         if asked is None or not isinstance(body, ChatBody) or body.asking.choice != "auto":
             return asked
         return calls_or_form(body.asking, asked, reader_of(body.asking, config, tokenizer), tokenizer)
 
-    async def _continued(
-        self, given: responses.ResponsesBody, num_bytes: int, owner: str
-    ) -> tuple[responses.ResponsesBody, int]:
-        id = given.previous_response_id or ""
-        try:
-            kept = await self._service.on_responses(lambda store: store.find(id, owner))
-        except ResponseMissing:
-            raise responses.missing(id) from None
-        return responses.continued(given, kept), num_bytes + len(kept.items) + len(kept.response)
-
-    async def _keep(
-        self, given: responses.ResponsesBody, owner: str, reply: Any, usage: dict[str, Any]
-    ) -> None:
-        response = reply.ended(usage)
-        kept = KeptResponse(msgspec.json.encode(given.items()), msgspec.json.encode(response))
-        await self._service.on_responses(lambda store: store.keep(response["id"], owner, kept))
+    async def _keep(self, incoming: Incoming, reply: Any, usage: dict[str, Any]) -> None:
+        response, items = reply.ended(usage), incoming.given.items()
+        kept = KeptResponse(msgspec.json.encode(items), msgspec.json.encode(response))
+        await self._service.ask("responses.keep", response["id"], incoming.owner, kept)
 
     def _submit(
         self,
-        given: Any,
-        body: CompletionBody | ChatBody,
+        incoming: Incoming,
         form: Asked | None,
         reading: Generations,
         exchange: Exchange,
         before: SnapshotContent | None,
-        owner: str,
     ) -> RunningRequest:
         """On a worker thread if the body is large."""
-        engine, config = self._service.engine, self._service.config
+        body, service, kind = incoming.body, self._service, self._kind
+        tokenizer, thinks = service.engine.tokenizer, reasons(service.config, service.engine.tokenizer)
         try:
-            prompts = prompts_of(
-                engine.tokenizer, body, self._service.prompt_rules, before, reasons(config, engine.tokenizer)
-            )
+            prompts = prompts_of(tokenizer, body, service.prompt_rules, before, thinks)
         except PromptTooLong as error:
             raise beyond_context(error) from None
-        choices: list[ChoiceText] = []
         read_as = thought = None
         if isinstance(body, ChatBody):
-            asking, budget = body.asking, None if is_off(prompts[0].variables) else body.thinking_token_budget
-            thinks = reasons(config, engine.tokenizer) and (form is None or budget is not None)
-            reader = reader_of(asking, config, engine.tokenizer)
-            read_as = format_of(asking, form is not None, thinks, engine.tokenizer, reader, prompts[0].ids)
+            budget = None if is_off(prompts[0].variables) else body.thinking_token_budget
+            thinks = thinks and (form is None or budget is not None)
+            reader = reader_of(body.asking, service.config, tokenizer)
+            read_as = format_of(body.asking, form is not None, thinks, tokenizer, reader, prompts[0].ids)
             if thinks and budget is not None and read_as is not None:
-                thought = thought_of(budget, read_as.begun, engine.tokenizer)
-        codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
+                thought = thought_of(budget, read_as.begun, tokenizer)
+        codec: Any = tokenizer if read_as is None else showing(tokenizer, read_as)
         if body.skip_special_tokens is False:
-            codec = MarkedTokens(engine.tokenizer.token_bytes, engine.tokenizer.errors)
+            codec = MarkedTokens(tokenizer.token_bytes, tokenizer.errors)
+        exchange.submitted_s = time.monotonic()
+        exchange.model, exchange.stream = body.model, bool(body.stream)
+        choices = self._submit_all(body, prompts, reading, codec, form, thought)
+        head = Heading(f"{kind.id_prefix}{reading.id}", body.model, prompts=prompts)
+        reply = kind.reply(tokenizer, incoming.given, head, read_as)
+        keep = partial(self._keep, incoming) if kind.keeps and incoming.given.store is not False else None
+        return RunningRequest(body, prompts, choices, reading, reply, service, exchange, keep)
+
+    def _submit_all(
+        self,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Prompt],
+        reading: Generations,
+        codec: TokenBytes,
+        form: Asked | None,
+        thought: Thought | None,
+    ) -> list[ChoiceText]:
+        engine, choices = self._service.engine, list[ChoiceText]()
         wants = Wants(bool(body.echo), bool(body.return_token_ids), bool(body.include_stop_str_in_output))
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
-        asked["route"] = self._kind.name
-        exchange.submitted_s = time.monotonic()
         # the same content for all choices, even if the adapter is reloaded meanwhile
         with self._service.hold_model(body.model) as adapter:
-            for prompt in prompts:
-                sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
+            for prompt, i in itertools.product(prompts, range(body.n or 1)):
+                sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.facts.sampling)
                 if form is not None or (thought is not None and thought.most < sampling.max_tokens):
-                    sampling = replace(
-                        sampling, grammar=None if form is None else form.grammar, thought=thought
-                    )
-                for i in range(body.n or 1):
-                    seeded = (
-                        sampling
-                        if sampling.seed is None
-                        else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    )
-                    # a session is one sequence: the first choice
-                    whose = asked if not choices else {**asked, "session": "", "hint": None}
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **whose)
-                    choices.append(ChoiceText(codec, seeded, stops, prompt, wants))
-        head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, prompts=prompts)
-        exchange.model, exchange.stream = body.model, bool(body.stream)
-        reply = self._kind.reply(engine.tokenizer, given, head, read_as)
-        keep = partial(self._keep, given, owner) if self._kind.keeps and given.store is not False else None
-        return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange, keep)
+                    grammar = None if form is None else form.grammar
+                    sampling = replace(sampling, grammar=grammar, thought=thought)
+                if sampling.seed is not None:
+                    sampling = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                # a session is one sequence: the first choice
+                whose = {**asked, "session": "", "hint": None} if choices else asked
+                reading.submit(len(choices), prompt.ids, sampling, adapter=adapter, route=self._name, **whose)
+                choices.append(ChoiceText(codec, sampling, stops, prompt, wants))
+        return choices
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:

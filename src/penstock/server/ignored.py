@@ -9,15 +9,17 @@ type may change the answer, and is refused, too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.schema import Label, Metadata
+from penstock.server.tools import Strict
 
 Meaning = Literal["label", "hint", "same", "change"]
 MEANINGS: Mapping[Meaning, str] = {
@@ -64,24 +66,23 @@ class IgnoredField(NamedTuple):
         return f"is not supported by this server{allowed}: {self.why}"
 
 
-class _ThinkingEdit(msgspec.Struct, forbid_unknown_fields=True):
+class _ThinkingEdit(Strict):
     type: Literal["clear_thinking_20251015"]
     keep: Any = None
 
 
-class _ContextEdits(msgspec.Struct, forbid_unknown_fields=True):
+class _ContextEdits(Strict):
     """Thinking of earlier turns is never shown to the model again, so clearing or keeping it changes
     nothing."""
 
-    edits: list[_ThinkingEdit] = []
+    edits: list[_ThinkingEdit] = msgspec.field(default_factory=list)
 
 
 class _DirectCaller(msgspec.Struct):
     type: Literal["direct"]
 
 
-_Level = Literal["low", "medium", "high"]
-_Included = Literal[  # parts of items that answers here never have
+_INCLUDED = Literal[  # parts of items that answers here never have
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -90,213 +91,213 @@ _Included = Literal[  # parts of items that answers here never have
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-_Callers = Annotated[list[str], msgspec.Meta(min_length=1)]
-_TEXT, _OPENAI, _ALL = "completions chat", "completions chat responses", "completions chat responses messages"
-_CACHED = "every prefix is cached wherever it ends"
-_NO_SETTING = "these models have no such setting: say it in the prompt"
-_THOUGHT = "reasoning of earlier turns is not shown to the model again"
+# Words of the table for what a field takes; anything else there is a list of values.
+_TYPES: Mapping[str, Any] = {
+    "any": Any,
+    "bool": bool,
+    "str": str,
+    "list": list[Any],
+    "strings": list[str],
+    "object": dict[str, Any],
+    "Label": Label,
+    "Metadata": Metadata,
+    "Count": schema.Count,
+    "Level": Literal["low", "medium", "high"],
+    "truncation": Literal["auto", "disabled"],
+    "Included": list[_INCLUDED],
+    "Edits": _ContextEdits,
+    "Caller": _DirectCaller,
+}
+_ALL = "completions chat responses messages"
 _RUNS_NONE = "this server runs no tools itself"
-_NOT_STORED = "conversations and prompts are not stored: send input, or go on by previous_response_id"
+# Meaning, APIs, values that are taken and reason; below, the fields.
+_TABLE = """
+label; completions chat; Label; a label
+    user
+label; completions chat responses; Label; a label
+    safety_identifier
+label; completions chat; Metadata; labels: at most 16, of 64 and 512 characters
+    metadata
+label; messages; object; labels
+    metadata
+label; all; object; labels of a client's own
+    client_metadata
+label; completions chat; any; the header x-request-id names a request
+    request_id rid
+label; all; any; the header traceparent names a trace
+    trace_id
+label; all; any; labels of a proxy's own
+    litellm_metadata litellm_call_id litellm_trace_id litellm_session_id
+label; messages; any; nothing is billed
+    billing_policy fallback_credit_token
+label; messages; any; a label
+    user_profile_id workspace_id
+label; messages; any; usage says what was cached
+    diagnostics
+label; messages; any; the fields say what is asked for
+    betas anthropic_beta
+label; messages; any; there is one version
+    anthropic_version
+hint; all; Label; there is one tier; priority says who goes first
+    service_tier
+hint; messages; Label; there is one speed; priority says who goes first
+    speed
+hint; messages; any; there is one model
+    fallbacks
+hint; chat; any; answers are not made faster by it; --speculate does that for all
+    prediction
+hint; completions chat; bool; answers are kept for /v1/responses only
+    store
+hint; completions chat responses; Label; cache_hint.retain_s says how long KV is wanted
+    prompt_cache_retention
+hint; chat responses; object; cache_hint.retain_s says how long KV is wanted
+    prompt_cache_options
+hint; completions chat; bool; every prefix is cached wherever it ends
+    cache_prompt
+hint; chat messages; any; every prefix is cached wherever it ends
+    cache_control messages[].cache_control messages[].content[].cache_control
+hint; messages; any; every prefix is cached wherever it ends
+    messages[].content[].content[].cache_control system[].cache_control
+hint; chat responses messages; any; every prefix is cached wherever it ends
+    tools[].cache_control
+hint; chat; any; every prefix is cached wherever it ends
+    tools[].function.cache_control messages[].content[].prompt_cache_breakpoint
+hint; responses; any; every prefix is cached wherever it ends
+    input[].content[].prompt_cache_breakpoint
+hint; completions chat; any; session_id names a session
+    id_slot
+hint; completions chat; any; a model stays while the server runs
+    keep_alive ttl
+hint; completions chat; any; --speculate says it for all
+    draft_model
+hint; completions chat; any; stream_options.continuous_usage_stats gives usage in every chunk
+    timings_per_token return_progress
+hint; chat; object; stream_options.include_usage gives the usage of a stream
+    usage
+hint; chat; Level; these models have no such setting: say it in the prompt
+    verbosity
+hint; responses; Level; these models have no such setting: say it in the prompt
+    text.verbosity
+hint; messages; any; max_tokens bounds an answer
+    output_config.task_budget
+hint; responses; truncation; a conversation that does not fit is refused and not cut
+    truncation
+hint; chat; strings; a conversation that does not fit is refused and not cut
+    transforms
+hint; responses; Count; this server runs no tools itself
+    max_tool_calls
+hint; responses; Included; logprobs are a field of /v1/chat/completions
+    include
+same; messages; Edits; tool results are not cleared, and conversations not compacted
+    context_management
+same; responses; [[]]; conversations are not compacted
+    context_management
+hint; chat responses messages; bool; every tool is shown from the beginning
+    tools[].defer_loading
+hint; responses; bool; every tool is shown from the beginning
+    tools[].tools[].defer_loading
+hint; responses; any; the model is shown what a tool takes
+    tools[].output_schema tools[].tools[].output_schema
+hint; messages; list; the model is shown the schema
+    tools[].input_examples
+same; messages; [true,false]; inputs are streamed as they come
+    tools[].eager_input_streaming
+same; responses messages; [["direct"]]; the model calls tools, and no program does
+    tools[].allowed_callers
+label; chat; list; of an earlier answer
+    messages[].annotations
+label; chat; any; of an earlier answer
+    messages[].provider_specific_fields
+same; chat; str; reasoning of earlier turns is not shown to the model again
+    messages[].reasoning
+same; chat; list; reasoning of earlier turns is not shown to the model again
+    messages[].reasoning_details messages[].thinking_blocks
+label; chat; any; of an earlier answer
+    messages[].tool_calls[].extra_content messages[].tool_calls[].provider_specific_fields
+label; messages; list; of an earlier answer
+    messages[].content[].citations messages[].content[].content[].citations system[].citations
+same; messages; Caller; the model calls tools, and no program does
+    messages[].content[].caller
+label; chat messages; Label; of an earlier answer
+    messages[].id
+same; responses; Caller; the model calls tools, and no program does
+    input[].caller
+label; responses; any; of a client's own
+    input[].internal_chat_message_metadata_passthrough
+same; completions chat; [[]]; words cannot be ruled out
+    bad_words
+same; completions; [1]; choices are not ranked: ask for n of them
+    best_of
+same; completions; [""]; these models continue a text and do not fill a gap in it
+    suffix
+same; completions chat; [false]; there is no beam search
+    use_beam_search
+same; completions chat; [1.0]; there is no beam search
+    length_penalty
+same; completions chat; [true,false]; special tokens have no text in an answer
+    spaces_between_special_tokens
+same; chat; [true]; reasoning is a field of the answer where the model reasons
+    include_reasoning separate_reasoning
+same; chat; [true]; reasoning is streamed as it comes
+    stream_reasoning
+same; chat; [false]; nothing is put before a prompt
+    safe_prompt
+same; chat; [[]]; chat templates are given the messages alone
+    documents
+same; chat; [[]]; functions are called tools now
+    functions
+same; chat; [["text"]]; answers are text
+    modalities
+same; chat; [[]]; there are none
+    plugins
+same; responses; [false]; answers come while the client waits
+    background
+same; responses; [0]; logprobs are a field of /v1/chat/completions
+    top_logprobs
+same; messages; [[]]; this server runs no tools itself
+    mcp_servers
+same; messages; ["global"]; a server is where its operator put it
+    inference_geo
+change; chat; []; answers are text
+    audio
+change; chat; []; functions are called tools now
+    function_call
+change; chat; []; this server runs no tools itself
+    web_search_options search_parameters
+change; chat responses; []; answers are neither scored nor blocked
+    moderation
+change; responses; []; there are none
+    access_programs
+change; responses; []; conversations and prompts are not stored: send input, or go on by previous_response_id
+    conversation prompt
+change; responses; []; this server reads and writes text
+    image
+change; messages; []; conversations are not compacted
+    compaction
+change; messages; []; this server runs no tools itself
+    container
+change; messages; []; conversations are not stored
+    thread
+change; chat; []; the model's own template is used
+    chat_template
+change; completions chat; []; prompts are text or token ids
+    prompt_embeds
+change; completions chat; []; clients bring no code
+    logits_processors
+"""
 
-ROWS: tuple[IgnoredField, ...] = (
-    # Labels of the client.
-    IgnoredField("user", _TEXT, "label", "a label", Label),
-    IgnoredField("safety_identifier", _OPENAI, "label", "a label", Label),
-    IgnoredField("metadata", _TEXT, "label", "labels: at most 16, of 64 and 512 characters", Metadata),
-    IgnoredField("metadata", "messages", "label", "labels", dict[str, Any]),
-    IgnoredField("client_metadata", _ALL, "label", "labels of a client's own", dict[str, Any]),
-    IgnoredField("request_id", _TEXT, "label", "the header x-request-id names a request"),
-    IgnoredField("rid", _TEXT, "label", "the header x-request-id names a request"),
-    IgnoredField("trace_id", _ALL, "label", "the header traceparent names a trace"),
-    IgnoredField("litellm_metadata", _ALL, "label", "labels of a proxy's own"),
-    IgnoredField("litellm_call_id", _ALL, "label", "labels of a proxy's own"),
-    IgnoredField("litellm_trace_id", _ALL, "label", "labels of a proxy's own"),
-    IgnoredField("litellm_session_id", _ALL, "label", "labels of a proxy's own"),
-    IgnoredField("billing_policy", "messages", "label", "nothing is billed"),
-    IgnoredField("fallback_credit_token", "messages", "label", "nothing is billed"),
-    IgnoredField("user_profile_id", "messages", "label", "a label"),
-    IgnoredField("workspace_id", "messages", "label", "a label"),
-    IgnoredField("diagnostics", "messages", "label", "usage says what was cached"),
-    IgnoredField("betas", "messages", "label", "the fields say what is asked for"),
-    IgnoredField("anthropic_beta", "messages", "label", "the fields say what is asked for"),
-    IgnoredField("anthropic_version", "messages", "label", "there is one version"),
-    # Speed, price and caching.
-    IgnoredField("service_tier", _ALL, "hint", "there is one tier; priority says who goes first", Label),
-    IgnoredField("speed", "messages", "hint", "there is one speed; priority says who goes first", Label),
-    IgnoredField("fallbacks", "messages", "hint", "there is one model"),
-    IgnoredField(
-        "prediction", "chat", "hint", "answers are not made faster by it; --speculate does that for all"
-    ),
-    IgnoredField("store", _TEXT, "hint", "answers are kept for /v1/responses only", bool),
-    IgnoredField(
-        "prompt_cache_retention", _OPENAI, "hint", "cache_hint.retain_s says how long KV is wanted", Label
-    ),
-    IgnoredField(
-        "prompt_cache_options",
-        "chat responses",
-        "hint",
-        "cache_hint.retain_s says how long KV is wanted",
-        dict[str, Any],
-    ),
-    IgnoredField("cache_prompt", _TEXT, "hint", _CACHED, bool),
-    IgnoredField("cache_control", "chat messages", "hint", _CACHED),
-    IgnoredField("messages[].cache_control", "chat messages", "hint", _CACHED),
-    IgnoredField("messages[].content[].cache_control", "chat messages", "hint", _CACHED),
-    IgnoredField("messages[].content[].content[].cache_control", "messages", "hint", _CACHED),
-    IgnoredField("system[].cache_control", "messages", "hint", _CACHED),
-    IgnoredField("tools[].cache_control", "chat responses messages", "hint", _CACHED),
-    IgnoredField("tools[].function.cache_control", "chat", "hint", _CACHED),
-    IgnoredField("messages[].content[].prompt_cache_breakpoint", "chat", "hint", _CACHED),
-    IgnoredField("input[].content[].prompt_cache_breakpoint", "responses", "hint", _CACHED),
-    IgnoredField("id_slot", _TEXT, "hint", "session_id names a session"),
-    IgnoredField("keep_alive", _TEXT, "hint", "a model stays while the server runs"),
-    IgnoredField("ttl", _TEXT, "hint", "a model stays while the server runs"),
-    IgnoredField("draft_model", _TEXT, "hint", "--speculate says it for all"),
-    IgnoredField(
-        "timings_per_token", _TEXT, "hint", "stream_options.continuous_usage_stats gives usage in every chunk"
-    ),
-    IgnoredField(
-        "return_progress", _TEXT, "hint", "stream_options.continuous_usage_stats gives usage in every chunk"
-    ),
-    IgnoredField(
-        "usage", "chat", "hint", "stream_options.include_usage gives the usage of a stream", dict[str, Any]
-    ),
-    # Length and effort.
-    IgnoredField("verbosity", "chat", "hint", _NO_SETTING, _Level),
-    IgnoredField("text.verbosity", "responses", "hint", _NO_SETTING, _Level),
-    IgnoredField("output_config.task_budget", "messages", "hint", "max_tokens bounds an answer"),
-    IgnoredField(
-        "truncation",
-        "responses",
-        "hint",
-        "a conversation that does not fit is refused and not cut",
-        Literal["auto", "disabled"],
-    ),
-    IgnoredField(
-        "transforms", "chat", "hint", "a conversation that does not fit is refused and not cut", list[str]
-    ),
-    IgnoredField("max_tool_calls", "responses", "hint", _RUNS_NONE, schema.Count),
-    IgnoredField(
-        "include", "responses", "hint", "logprobs are a field of /v1/chat/completions", list[_Included]
-    ),
-    IgnoredField(
-        "context_management",
-        "messages",
-        "same",
-        "tool results are not cleared, and conversations not compacted",
-        _ContextEdits,
-    ),
-    IgnoredField("context_management", "responses", "same", "conversations are not compacted", ([],)),
-    # Of tools.
-    IgnoredField(
-        "tools[].defer_loading",
-        "chat responses messages",
-        "hint",
-        "every tool is shown from the beginning",
-        bool,
-    ),
-    IgnoredField(
-        "tools[].tools[].defer_loading", "responses", "hint", "every tool is shown from the beginning", bool
-    ),
-    IgnoredField("tools[].output_schema", "responses", "hint", "the model is shown what a tool takes"),
-    IgnoredField(
-        "tools[].tools[].output_schema", "responses", "hint", "the model is shown what a tool takes"
-    ),
-    IgnoredField("tools[].input_examples", "messages", "hint", "the model is shown the schema", list[Any]),
-    IgnoredField(
-        "tools[].eager_input_streaming", "messages", "same", "inputs are streamed as they come", (True, False)
-    ),
-    IgnoredField(
-        "tools[].allowed_callers",
-        "responses messages",
-        "same",
-        "the model calls tools, and no program does",
-        (["direct"],),
-    ),
-    # Parts of earlier answers that clients send back.
-    IgnoredField("messages[].annotations", "chat", "label", "of an earlier answer", list[Any]),
-    IgnoredField("messages[].provider_specific_fields", "chat", "label", "of an earlier answer"),
-    IgnoredField("messages[].reasoning", "chat", "same", _THOUGHT, str),
-    IgnoredField("messages[].reasoning_details", "chat", "same", _THOUGHT, list[Any]),
-    IgnoredField("messages[].thinking_blocks", "chat", "same", _THOUGHT, list[Any]),
-    IgnoredField("messages[].tool_calls[].extra_content", "chat", "label", "of an earlier answer"),
-    IgnoredField("messages[].tool_calls[].provider_specific_fields", "chat", "label", "of an earlier answer"),
-    IgnoredField("messages[].content[].citations", "messages", "label", "of an earlier answer", list[Any]),
-    IgnoredField(
-        "messages[].content[].content[].citations", "messages", "label", "of an earlier answer", list[Any]
-    ),
-    IgnoredField("system[].citations", "messages", "label", "of an earlier answer", list[Any]),
-    IgnoredField(
-        "messages[].content[].caller",
-        "messages",
-        "same",
-        "the model calls tools, and no program does",
-        _DirectCaller,
-    ),
-    IgnoredField("messages[].id", "chat messages", "label", "of an earlier answer", Label),
-    IgnoredField(
-        "input[].caller", "responses", "same", "the model calls tools, and no program does", _DirectCaller
-    ),
-    IgnoredField(
-        "input[].internal_chat_message_metadata_passthrough", "responses", "label", "of a client's own"
-    ),
-    # Here, the listed values ask for the existing behaviour.
-    IgnoredField("bad_words", _TEXT, "same", "words cannot be ruled out", ([],)),
-    IgnoredField("best_of", "completions", "same", "choices are not ranked: ask for n of them", (1,)),
-    IgnoredField(
-        "suffix", "completions", "same", "these models continue a text and do not fill a gap in it", ("",)
-    ),
-    IgnoredField("use_beam_search", _TEXT, "same", "there is no beam search", (False,)),
-    IgnoredField("length_penalty", _TEXT, "same", "there is no beam search", (1.0,)),
-    IgnoredField(
-        "spaces_between_special_tokens",
-        _TEXT,
-        "same",
-        "special tokens have no text in an answer",
-        (True, False),
-    ),
-    IgnoredField(
-        "include_reasoning",
-        "chat",
-        "same",
-        "reasoning is a field of the answer where the model reasons",
-        (True,),
-    ),
-    IgnoredField(
-        "separate_reasoning",
-        "chat",
-        "same",
-        "reasoning is a field of the answer where the model reasons",
-        (True,),
-    ),
-    IgnoredField("stream_reasoning", "chat", "same", "reasoning is streamed as it comes", (True,)),
-    IgnoredField("safe_prompt", "chat", "same", "nothing is put before a prompt", (False,)),
-    IgnoredField("documents", "chat", "same", "chat templates are given the messages alone", ([],)),
-    IgnoredField("functions", "chat", "same", "functions are called tools now", ([],)),
-    IgnoredField("modalities", "chat", "same", "answers are text", (["text"],)),
-    IgnoredField("plugins", "chat", "same", "there are none", ([],)),
-    IgnoredField("background", "responses", "same", "answers come while the client waits", (False,)),
-    IgnoredField("top_logprobs", "responses", "same", "logprobs are a field of /v1/chat/completions", (0,)),
-    # others are left out where there are tools
-    IgnoredField("mcp_servers", "messages", "same", _RUNS_NONE, ([],)),
-    IgnoredField("inference_geo", "messages", "same", "a server is where its operator put it", ("global",)),
-    # Known, and refused with the reason.
-    IgnoredField("audio", "chat", "change", "answers are text", ()),
-    IgnoredField("function_call", "chat", "change", "functions are called tools now", ()),
-    IgnoredField("web_search_options", "chat", "change", _RUNS_NONE, ()),
-    IgnoredField("search_parameters", "chat", "change", _RUNS_NONE, ()),
-    IgnoredField("moderation", "chat responses", "change", "answers are neither scored nor blocked", ()),
-    IgnoredField("access_programs", "responses", "change", "there are none", ()),
-    IgnoredField("conversation", "responses", "change", _NOT_STORED, ()),
-    IgnoredField("prompt", "responses", "change", _NOT_STORED, ()),
-    IgnoredField("image", "responses", "change", "this server reads and writes text", ()),
-    IgnoredField("compaction", "messages", "change", "conversations are not compacted", ()),
-    IgnoredField("container", "messages", "change", _RUNS_NONE, ()),
-    IgnoredField("thread", "messages", "change", "conversations are not stored", ()),
-    IgnoredField("chat_template", "chat", "change", "the model's own template is used", ()),
-    IgnoredField("prompt_embeds", _TEXT, "change", "prompts are text or token ids", ()),
-    IgnoredField("logits_processors", _TEXT, "change", "clients bring no code", ()),
-)
+
+def _rows() -> Iterator[IgnoredField]:
+    for line in _TABLE.strip().splitlines():
+        if not line.startswith(" "):
+            meaning, apis, word, why = line.split("; ", 3)
+            takes = _TYPES[word] if word in _TYPES else tuple(json.loads(word))
+            apis = _ALL if apis == "all" else apis
+        else:
+            yield from (IgnoredField(path, apis, meaning, why, takes) for path in line.split())  # type: ignore[arg-type]
+
+
+ROWS = tuple(_rows())
 
 # Types of tools that can be described to the model. A tool of any other type would be run by the server, or
 # is known to a special model.

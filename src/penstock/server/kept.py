@@ -10,16 +10,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from penstock.errors import ResponseMissing
 
 MOST_BYTES = 64 << 20  # in total; the least recently used are forgotten first
 LASTS_S = 24 * 3600.0  # after the last use
-
-
-T = TypeVar("T")
 
 
 class KeptResponse(NamedTuple):
@@ -29,19 +25,8 @@ class KeptResponse(NamedTuple):
     response: bytes  # the answer, as the client got it
 
 
-class ResponseStore(Protocol):
-    """An answer belongs to its `owner`; other owners do not find it. Never blocks; a missing one raises
-    ResponseMissing in the future."""
-
-    def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]: ...
-
-    def find(self, id: str, owner: str) -> Future[KeptResponse]: ...
-
-    def delete(self, id: str, owner: str) -> Future[None]: ...
-
-
 class KeptResponses:
-    """Any thread may call."""
+    """An answer belongs to its `owner`; other owners do not find it: ResponseMissing. Any thread may call."""
 
     def __init__(
         self,
@@ -55,28 +40,28 @@ class KeptResponses:
         self._kept: OrderedDict[tuple[str, str], tuple[float, KeptResponse]] = OrderedDict()
         self._num_bytes = 0
 
-    def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]:
+    def keep(self, id: str, owner: str, kept: KeptResponse) -> None:
         with self._lock:
             self._drop((id, owner))
             self._kept[id, owner] = self._clock(), kept
             self._num_bytes += _size(kept)
             self._forget()
-        return _done(None)
 
-    def find(self, id: str, owner: str) -> Future[KeptResponse]:
+    def find(self, id: str, owner: str) -> KeptResponse:
         with self._lock:
             self._forget()
             if (id, owner) not in self._kept:
-                return _missing(id)
+                raise _missing(id)
             _, kept = self._kept[id, owner]
             self._kept[id, owner] = self._clock(), kept
             self._kept.move_to_end((id, owner))
-        return _done(kept)
+        return kept
 
-    def delete(self, id: str, owner: str) -> Future[None]:
+    def delete(self, id: str, owner: str) -> None:
         with self._lock:
             self._forget()
-            return _done(None) if self._drop((id, owner)) else _missing(id)
+            if not self._drop((id, owner)):
+                raise _missing(id)
 
     def _forget(self) -> None:
         """Drop expired answers, and the oldest while there are too many."""
@@ -98,14 +83,6 @@ def _size(kept: KeptResponse) -> int:
     return len(kept.items) + len(kept.response)
 
 
-def _done(result: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future
-
-
-def _missing(id: str) -> Future[Any]:
-    future: Future[Any] = Future()
+def _missing(id: str) -> ResponseMissing:
     why = "it was not stored, has expired, or has another key or cache_salt"
-    future.set_exception(ResponseMissing(f"there is no response {id!r} here: {why}"))
-    return future
+    return ResponseMissing(f"there is no response {id!r} here: {why}")

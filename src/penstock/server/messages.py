@@ -13,17 +13,17 @@ from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json
+from penstock.server.replies import BlockKind, BlockReply, Heading, Json
 from penstock.server.thinking import switched
 from penstock.server.tools import (
     MAX_DEPTH,
     MOST_TOOLS,
-    AnswerFormat,
     CalledFunction,
     CallId,
     Function,
     JsonSchema,
     ResponseFormat,
+    Strict,
     Tool,
     ToolCall,
     ToolChoice,
@@ -31,6 +31,7 @@ from penstock.server.tools import (
     is_deep,
     parsed,
 )
+from penstock.text.answer import AnswerFormat, ChoiceDelta
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -51,7 +52,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
-class _Block(msgspec.Struct, tag_field="type", forbid_unknown_fields=True, kw_only=True):
+class _Block(Strict, tag_field="type"):
     pass
 
 
@@ -97,7 +98,7 @@ _ROLES: dict[type[_Block], tuple[str, ...]] = {
 }
 
 
-class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
+class MessageTurn(Strict):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
@@ -138,7 +139,7 @@ def _result(block: ToolResultBlock) -> schema.Message:
     )
 
 
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CustomTool(Strict):
     name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
@@ -152,7 +153,7 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Tool(type="function", function=function)
 
 
-class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Choice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
@@ -167,7 +168,7 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
-class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ThinkingOptions(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=schema.MAX_INT)] | None = None
     display: Literal["summarized"] | None = None
@@ -181,17 +182,17 @@ class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return switched(self.type != "disabled")
 
 
-class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OutputConfig(Strict):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates that know it
 
 
-class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CountTokensBody(Strict):
     """Everything that makes up a prompt."""
 
     api: ClassVar = "messages"
@@ -262,17 +263,8 @@ def as_chat(given: MessagesBody) -> schema.ChatBody:
             f"thinking.budget_tokens must be below max_tokens, which is {given.max_tokens}",
             "thinking.budget_tokens",
         )
-    return FittingChat(
-        **given.chat_fields(),
-        **schema.own_fields(given),
-        max_tokens=given.max_tokens,
-        thinking_token_budget=budget,
-        stop=given.stop_sequences,
-        stream=given.stream,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-    )
+    fields = {**schema.shared_fields(given), **given.chat_fields()}
+    return FittingChat(**fields, thinking_token_budget=budget, stop=given.stop_sequences)
 
 
 def as_counted(given: CountTokensBody) -> schema.ChatBody:

@@ -15,7 +15,6 @@ from penstock.server.replies import BlockKind, BlockReply, Heading, Json, obfusc
 from penstock.server.thinking import Effort
 from penstock.server.tools import (
     MOST_TOOLS,
-    AnswerFormat,
     CalledFunction,
     CallId,
     Function,
@@ -23,10 +22,12 @@ from penstock.server.tools import (
     JsonSchema,
     ResponseFormat,
     Schema,
+    Strict,
     Tool,
     ToolCall,
     chosen,
 )
+from penstock.text.answer import AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -43,7 +44,7 @@ NAMES = {
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ContentPart(Strict):
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None  # of earlier answers
@@ -54,7 +55,7 @@ Content = str | list[ContentPart]
 SpaceName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
-class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Item(Strict):
     """One item of the input. A message need not have a type, so the types share their fields."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -93,27 +94,14 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "function_call_output": (("call_id", "output"), ("name", "namespace")),
     "reasoning": ((), ("content", "summary", "encrypted_content")),
 }
-_ALL_FIELDS = (
-    "role",
-    "content",
-    "phase",
-    "call_id",
-    "name",
-    "arguments",
-    "output",
-    "summary",
-    "encrypted_content",
-    "namespace",
-)
+_ALL_FIELDS = dict.fromkeys(name for sets in _FIELDS.values() for names in sets for name in names)
 
 
-class FunctionTool(Function, tag_field="type", tag="function", forbid_unknown_fields=True, kw_only=True):
+class FunctionTool(Function, tag_field="type", tag="function"):
     pass
 
 
-class NamespaceTool(
-    msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True
-):
+class NamespaceTool(Strict, tag_field="type", tag="namespace"):
     """Functions that share a name prefix. The model sees them one by one under the joined name; clients see
     both names."""
 
@@ -139,12 +127,12 @@ def spaced(namespace: str | None, name: str) -> str:
     return name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
-class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+class ChosenFunction(Strict):
     type: Literal["function"]
     name: FunctionName
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
     schema: Schema | None = None
@@ -165,21 +153,21 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextOptions(Strict):
     format: TextFormat | None = None
 
 
-class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ReasoningOptions(Strict):
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: schema.Unsupported = None
 
 
-class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
+class EventOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
+class ResponsesBody(schema.OwnFields, kw_only=True):
     api: ClassVar = "responses"
     model: str
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
@@ -244,31 +232,17 @@ def _messages(items: Sequence[Item]) -> list[schema.Message]:
 
 def as_chat(given: ResponsesBody) -> schema.ChatBody:
     form = None if given.text is None or given.text.format is None else given.text.format.response_format()
-    options = (
-        None
-        if given.stream_options is None
-        else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
-    )
-    return schema.ChatBody(
-        **schema.own_fields(given),
-        model=given.model,
-        messages=given.messages(),
-        max_tokens=given.max_output_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        stream=given.stream,
-        stream_options=options,
-        tools=None
-        if (functions := given.functions()) is None
-        else [Tool(type="function", function=one) for one in functions],
-        tool_choice=chosen(given.tool_choice.name)
-        if isinstance(given.tool_choice, ChosenFunction)
-        else given.tool_choice,
-        parallel_tool_calls=given.parallel_tool_calls,
-        response_format=form,
-        reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
-        prompt_cache_key=given.prompt_cache_key,
-    )
+    options, functions, choice = given.stream_options, given.functions(), given.tool_choice
+    changed: Json = {
+        "messages": given.messages(),
+        "max_tokens": given.max_output_tokens,
+        "stream_options": options and schema.StreamOptions(include_obfuscation=options.include_obfuscation),
+        "tools": functions and [Tool(type="function", function=one) for one in functions],
+        "tool_choice": chosen(choice.name) if isinstance(choice, ChosenFunction) else choice,
+        "response_format": form,
+        "reasoning_effort": given.reasoning and given.reasoning.effort,
+    }
+    return schema.ChatBody(**{**schema.shared_fields(given), **changed})
 
 
 # --------------------------------------------------------------------------------------- what is gone on from

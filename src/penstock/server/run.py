@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -21,11 +21,16 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.app import make_app
 from penstock.server.boundary import FromParent, FrontSetup, Ready, Stop, Wire, unpacked
-from penstock.server.client import EngineClient, EngineLife, Fronts
+from penstock.server.channel import SocketFrontEnd
+from penstock.server.client import EngineClient
 from penstock.server.connection import connection_class
-from penstock.server.remote import RemoteEngine
+from penstock.server.links import EngineService
 from penstock.server.seats import SeatBook
 from penstock.server.service import CLOSE_GRACE_S, Service
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.loop import EngineLoop
 
 logger = logging.getLogger("penstock.server")
 
@@ -37,23 +42,15 @@ COLLECT_AFTER = (10_000, 50, 50)
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server, which also reports when it is ready, and stops the engine loop while its readers are
-    still there. `run` serves until SIGTERM or SIGINT, then lets running requests end for at most
-    `shutdown_s`; it starts and closes `loop`.
+    """Uvicorn's server, which also reports when it is ready, and stops the engine while its readers are still
+    there. `run` serves until SIGTERM or SIGINT, then lets running requests end for at most `shutdown_s`.
 
     It has its port from construction on, so that a taken port is known before anything is started.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        loop: EngineLife,
-        config: ServerConfig,
-        listener: socket.socket | None = None,
-        fronts: Fronts | None = None,
-    ) -> None:
-        app = make_app(engine, loop, config, fronts)
-        self.service: Service = app.state.service
+    def __init__(self, service: Service, listener: socket.socket | None = None) -> None:
+        app, config = make_app(service), service.config
+        self.service = service
         self._listener = listener or bind(config)
         self.url = url_of(config.host, self._listener)
         super().__init__(
@@ -89,7 +86,7 @@ class HttpServer(uvicorn.Server):
         self.service.stop()
         await super().shutdown(sockets=sockets)
         if self.force_exit:  # a second interrupt: stop waiting for requests
-            self.service.give_up()
+            self.service.engine.give_up()
             await self.lifespan.shutdown()
 
     @contextlib.contextmanager
@@ -131,6 +128,15 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def server_here(
+    engine: Engine, loop: EngineLoop, config: ServerConfig, listener: socket.socket | None = None
+) -> HttpServer:
+    """HTTP and engine in one process: `run` also starts and closes `loop`."""
+    here = EngineService(engine, loop)
+    client = EngineClient(here.attach_here(), engine.tokenizer)
+    return HttpServer(Service(client, config, here=here), listener)
+
+
 # -------------------------------------------------------------------------------------------- a front process
 
 
@@ -138,17 +144,8 @@ class FrontServer(HttpServer):
     """Takes its share of the connections to a socket that all fronts listen on, and ends when the parent says
     so."""
 
-    def __init__(
-        self,
-        engine: RemoteEngine,
-        config: ServerConfig,
-        listener: socket.socket,
-        fronts: Fronts,
-        parent: Wire[FromParent],
-    ) -> None:
-        super().__init__(engine, engine, config, listener, fronts)
-        engine.own_figures = self.service.figures
-        self._fronts = fronts
+    def __init__(self, service: Service, listener: socket.socket, parent: Wire[FromParent]) -> None:
+        super().__init__(service, listener)
         self._parent = parent
         # accepted connections without a protocol yet
         self._opening: set[asyncio.Task[object]] = set()
@@ -175,8 +172,7 @@ class FrontServer(HttpServer):
         """Accept one connection. A front that has more than another waits a moment for that one: otherwise,
         the first to wake up would take all of a burst."""
         loop = asyncio.get_running_loop()
-        num_open = len(self.server_state.connections) + len(self._opening)
-        if num_open > self._fronts.note_connections(num_open) and not self._has_waited:
+        if self._note_connections() and not self._has_waited:
             self._has_waited = True
             self._pause(YIELD_S)
             return
@@ -193,7 +189,12 @@ class FrontServer(HttpServer):
         opening: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(self._protocol, taken))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
-        self._fronts.note_connections(num_open + 1)
+        self._note_connections()
+
+    def _note_connections(self) -> bool:
+        """Returns whether another front has fewer."""
+        num = len(self.server_state.connections) + len(self._opening)
+        return num > self.service.book.note_connections(self.service.row, num)
 
     def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -207,7 +208,7 @@ class FrontServer(HttpServer):
         return made
 
     async def on_tick(self, counter: int) -> bool:
-        self._fronts.note_connections(len(self.server_state.connections) + len(self._opening))
+        self._note_connections()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -232,11 +233,7 @@ def run_front(
     setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket, listener: socket.socket, seats_fd: int
 ) -> None:
     """Blocks until the server ends."""
-    remote = RemoteEngine(engine)
     config = unpacked(setup.server, ServerConfig)
-    config = replace(config, max_concurrent=min(config.max_concurrent, remote.max_open))
     book = SeatBook(seats_fd, setup.num_fronts)
-    fronts = Fronts(
-        book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures, remote.responses
-    )
-    FrontServer(remote, config, listener, fronts, parent).run()
+    service = Service(EngineClient(SocketFrontEnd(engine)), config, book, setup.index)
+    FrontServer(service, listener, parent).run()

@@ -31,6 +31,7 @@ from penstock.server.tools import (
     Asked,
     ResponseFormat,
     Schema,
+    Strict,
     StructuredOutputs,
     Text,
     ToolCall,
@@ -71,14 +72,14 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "ignore_eos", "min_tokens")
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
     # OpenAI's: padding, so that the size of a chunk does not reveal the length of its text
     include_obfuscation: bool | None = None
 
 
-class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
+class CacheHintOptions(Strict):
     """Hints about a session's KV. Null leaves the earlier value."""
 
     retain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETAIN_S)] | None = None
@@ -93,7 +94,7 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
         )
 
 
-class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class OwnFields(Strict):
     """Penstock's own fields, accepted by every generating route of every API."""
 
     seed: int | None = None
@@ -106,11 +107,14 @@ class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     snapshot: SnapshotName | None = None  # the snapshot that the prompt continues
 
 
-def own_fields(body: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
+def shared_fields(body: msgspec.Struct) -> dict[str, Any]:
+    """Those of a body of another API that a chat has, too."""
+    return {
+        name: getattr(body, name) for name in body.__struct_fields__ if name in ChatBody.__struct_fields__
+    }
 
 
-class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
+class Generating(OwnFields, kw_only=True):
     """Fields that both generating routes share. Null means absent: some clients always send every field."""
 
     model: str
@@ -254,7 +258,7 @@ class CompletionBody(Generating, kw_only=True):
         return self._params(defaults, max_tokens, self.num_logprobs, self.num_logprobs if self.echo else None)
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
@@ -264,7 +268,7 @@ def text_of(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Message(Strict):
     """One turn. The null-only fields are those that clients copy from our own replies."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -373,7 +377,7 @@ class ChatBody(Generating, kw_only=True):
         return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
 
 
-class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TokenizeBody(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -384,12 +388,12 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("give prompt or messages, and not both", "prompt")
 
 
-class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    model: str | None = None
+class DetokenizeBody(Strict):
     tokens: list[TokenId]
+    model: str | None = None
 
 
-class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class PrefetchBody(Strict):
     """A session by name, or a prompt as a generating route would take it."""
 
     model: str | None = None
@@ -403,7 +407,7 @@ class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("give one of session_id, prompt and messages", "session_id")
 
 
-class SnapshotBody(PrefetchBody, forbid_unknown_fields=True, kw_only=True):
+class SnapshotBody(PrefetchBody):
     """The same, with the options of a snapshot."""
 
     name: SnapshotName | None = None
@@ -413,16 +417,16 @@ class SnapshotBody(PrefetchBody, forbid_unknown_fields=True, kw_only=True):
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
 
 
-class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+class LoadLoraBody(Strict):
     lora_name: Label
     lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
-class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+class UnloadLoraBody(Strict):
     lora_name: Label
 
 
-class NoFields(msgspec.Struct, forbid_unknown_fields=True):
+class NoFields(Strict):
     """For routes that take a query: a field in a body would be ignored."""
 
 

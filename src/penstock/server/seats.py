@@ -1,6 +1,6 @@
-"""Seats for work in progress: limits over all clients. Counts are in memory that front processes share, so
-that a limit holds for the whole server. Owns that memory, which has no name and ends with the last process
-that has it; owns no work."""
+"""What the fronts of a server count together: seats for work in progress, and figures of HTTP exchanges.
+Seats are counted in memory that front processes share, so that a limit holds for the whole server. Owns that
+memory, which has no name and ends with the last process that has it; owns no work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ import mmap
 import os
 import time
 import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import IntEnum
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.errors import InvalidRequest, Overloaded
+from penstock.figures import Histogram
+
+if TYPE_CHECKING:
+    from penstock.server.access import Exchange
 
 LOCK_S = 0.05  # it is held for microseconds
+SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKENS = tuple(float(2**power) for power in range(0, 21, 2))  # 1 to a million
 
 
 class GateNumber(IntEnum):
@@ -82,24 +92,16 @@ class SeatBook:
         self._counts[row] = 0
 
 
+@dataclass(frozen=True, slots=True)
 class Gate:
-    """Counts work in progress against a limit. Lives on the event loop's thread; refuses rather than
-    waits."""
+    """Counts work in progress against a limit, in the row of this front in a book that all fronts share.
+    Lives on the event loop's thread; refuses rather than waits."""
 
-    def __init__(
-        self,
-        limit: int,
-        what: str,
-        book: SeatBook | None = None,
-        row: int = 0,
-        number: GateNumber = GateNumber.GENERATIONS,
-    ) -> None:
-        """`row`: of this front process in `book`, which all fronts share. Without a book, this process is the
-        only one."""
-        self.limit = limit
-        self.what = what
-        self.book = SeatBook.make(1) if book is None else book
-        self.row, self.number = row, number
+    limit: int
+    what: str
+    book: SeatBook = field(default_factory=lambda: SeatBook.make(1))
+    row: int = 0
+    number: GateNumber = GateNumber.GENERATIONS
 
     @property
     def taken(self) -> int:
@@ -143,7 +145,42 @@ class Seats:
     def __enter__(self) -> Seats:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.give_back(self.num)
+
+
+@dataclass(slots=True)
+class RequestFigures:
+    """Of the exchanges of one front. Lives on the event loop's thread."""
+
+    by_status: dict[tuple[str, str], int] = field(default_factory=Counter)  # path, status
+    by_finish: dict[str, int] = field(default_factory=Counter)  # choices by finish reason
+    # of generating requests: from their first byte to the answer's last
+    e2e: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_SECONDS))
+    prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+    def add(self, exchange: Exchange) -> None:
+        """An exchange is over."""
+        self.by_status[exchange.route, str(exchange.status)] += 1
+        if not exchange.generating:
+            return
+        for finish in exchange.finish:
+            self.by_finish[finish] += 1
+        self.e2e.add(exchange.ended_s - exchange.started_s)
+        self.prompt_tokens.add(exchange.prompt_tokens)
+        self.output_tokens.add(exchange.output_tokens)
+        if exchange.queue_s is not None:
+            self.queue.add(exchange.queue_s)
+
+    @classmethod
+    def total(cls, parts: Iterable[RequestFigures]) -> RequestFigures:
+        """The sum; the operands are unchanged."""
+        total = cls()
+        for one in parts:
+            total.by_status = Counter(total.by_status) + Counter(one.by_status)
+            total.by_finish = Counter(total.by_finish) + Counter(one.by_finish)
+            for name in ("e2e", "queue", "prompt_tokens", "output_tokens"):
+                getattr(total, name).take_in(getattr(one, name))
+        return total

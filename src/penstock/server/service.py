@@ -1,6 +1,6 @@
-"""The shared state of the routes: the engine, its loop, the gates, startup and shutdown, and the delivery of
-token events from the engine's thread to the event loop. Owns readiness and the ends of engine requests; owns
-no route, no text and no HTTP.
+"""The shared state of the routes: the engine, the gates, startup and shutdown, and the events of the
+generations of one HTTP request. Owns readiness and the ends of engine requests; owns no route, no text and no
+HTTP.
 
 At most `max_tokens` tokens wait here for a slow reader: nothing is queued twice, and a late reader takes
 everything at once.
@@ -13,13 +13,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import anyio
@@ -28,24 +26,20 @@ import msgspec
 from starlette.requests import Request
 
 from penstock.config import ServerConfig
-from penstock.contract import Adapter, FinishReason, Prefetched, SamplingParams, SnapshotContent, TokenEvent
+from penstock.contract import Adapter, SamplingParams, SnapshotContent, TokenEvent
 from penstock.engine.stats import EngineStats
-from penstock.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    EngineClosed,
-    InvalidRequest,
-    Overloaded,
-)
+from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest
 from penstock.server import ignored, schema
 from penstock.server.access import Exchange, exchange_of
-from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, RequestFigures, SnapshotStore
+from penstock.server.client import EngineClient
 from penstock.server.connection import read_body
 from penstock.server.faults import Hangup, Refused
-from penstock.server.kept import ResponseStore
 from penstock.server.schema import ChatBody, CompletionBody
-from penstock.server.seats import GateNumber, Seats
+from penstock.server.seats import Gate, GateNumber, RequestFigures, SeatBook, Seats
 from penstock.server.tools import Asked
+
+if TYPE_CHECKING:
+    from penstock.server.links import EngineService
 
 
 class Rules(NamedTuple):
@@ -53,40 +47,6 @@ class Rules(NamedTuple):
 
     most: int  # tokens
     special_in_text: bool = False  # whether messages may spell special tokens
-
-
-class Bridge:
-    """Carries events of all requests to the event loop, with one wake-up for all events that have
-    gathered."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # readings with a request that the engine has not ended, or that are still read
-        self.readings: set[Generations] = set()
-        self._loop = loop
-        self._inbox: deque[tuple[Generations, int, TokenEvent]] = deque()
-        self._armed = False  # a wake-up is scheduled and will see everything in the inbox by then
-
-    def post(self, reading: Generations, index: int, event: TokenEvent) -> None:
-        """Called on the engine's thread. Append, then check: `_deliver` disarms first, so an event it misses
-        arms it again."""
-        self._inbox.append((reading, index, event))
-        if not self._armed:
-            self._armed = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the event loop is closed: the server and its readers are gone
-                logger.debug("an event came after the server had closed")
-
-    def _deliver(self) -> None:
-        self._armed = False
-        for _ in range(len(self._inbox)):
-            reading, index, event = self._inbox.popleft()
-            reading.deliver(index, event)
-
-    def end_all(self, finish: FinishReason, error: str | None = None) -> None:
-        """The engine will send no more events: end every request here, so that no reader waits forever."""
-        for reading in list(self.readings):
-            reading.end_all(finish, error)
 
 
 class Generations:
@@ -97,31 +57,28 @@ class Generations:
     ended by the engine.
     """
 
-    def __init__(self, engine: EngineClient, bridge: Bridge, seats: Seats, unique: str | None = None) -> None:
+    def __init__(self, engine: EngineClient, seats: Seats, unique: str | None = None) -> None:
         self.id = unique or uuid4().hex
-        self._engine = engine
-        self._bridge = bridge
         self.seats = seats
-        self._live: dict[int, str] = {}  # index to request id: submitted, and not yet ended by the engine
+        self._engine = engine
+        self._live: dict[int, int] = {}  # index to number: submitted, and not yet ended by the engine
         self._events: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
         self._abandoned = False  # no more submits, and submitted requests are cancelled
         self._closed = False  # no reader is left
         self._seen: dict[int, int] = {}  # of choices in a session: generated tokens sent to the client
-        bridge.readings.add(self)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
         """From any thread. The end of this reading waits for that thread, and cancels requests submitted
         after a hang-up. `options` are those of the engine's `submit`."""
         if self._abandoned:
             raise Hangup
-        request_id = self._id_of(index)
-        self._live[index] = request_id
+        number = self._live[index] = self._engine.new_number()
         if options.get("session"):
             self._seen[index] = 0
-        listener = partial(self._bridge.post, self, index)
+        listener = partial(self._deliver, index)
         try:
-            self._engine.submit(prompt, sampling, listener, request_id=request_id, **options)
+            self._engine.submit(number, self._id_of(index), prompt, sampling, listener, **options)
         except BaseException:
             self._live.pop(index, None)
             self._seen.pop(index, None)
@@ -140,8 +97,8 @@ class Generations:
     async def end(self, index: int, num_tokens: int) -> None:
         """The reader needs no more than `num_tokens` tokens of this choice. The engine may have run ahead;
         the session ends at that token."""
-        if (request_id := self._live.get(index)) is not None:
-            self._engine.cancel(request_id)
+        if (number := self._live.get(index)) is not None:
+            self._engine.cancel(number)
         if index in self._seen and (noted := self._note_seen(index, num_tokens)) is not None:
             await asyncio.wait([asyncio.wrap_future(noted)], timeout=SEEN_S)
 
@@ -156,7 +113,7 @@ class Generations:
 
     def _note_seen(self, index: int, num_tokens: int) -> Future[None] | None:
         try:
-            return self._engine.note_seen(self._id_of(index), num_tokens)
+            return self._engine.call("note_seen", self._id_of(index), num_tokens)
         except EngineClosed:
             return None  # and with it the session
 
@@ -164,100 +121,105 @@ class Generations:
         """The client is gone: cancel at once, in any state. Sessions end at the last token that it was
         sent."""
         self._abandoned = True
-        for request_id in list(self._live.values()):
-            self._engine.cancel(request_id)
+        for number in list(self._live.values()):
+            self._engine.cancel(number)
         seen, self._seen = self._seen, {}
         for index, num_tokens in seen.items():
             self._note_seen(index, num_tokens)
 
-    def deliver(self, index: int, event: TokenEvent) -> None:
-        if index not in self._live:
-            return  # it was ended in place of the engine
+    def _deliver(self, index: int, event: TokenEvent) -> None:
+        """On the event loop."""
         if event.finish is not None:
             del self._live[index]
             if self._closed:
-                self._settle(1)
+                self.seats.give_back(1)
         if not self._closed:
             self._events.setdefault(index, []).append(event)
             self._wake.set()
 
-    def end_all(self, finish: FinishReason, error: str | None) -> None:
-        for index, request_id in list(self._live.items()):
-            self.deliver(index, TokenEvent(request_id, finish=finish, error=error))
-
-    def _settle(self, num: int) -> None:
-        self.seats.give_back(num)
-        if not self._live:
-            self._bridge.readings.discard(self)
-
     def __enter__(self) -> Generations:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         self._events.clear()
         self.abandon()
-        self._settle(self.seats.num - len(self._live))
+        self.seats.give_back(self.seats.num - len(self._live))
 
 
 logger = logging.getLogger("penstock.server")
 
 SEEN_S = 5.0  # for the engine to record what a client has seen, before the answer ends
 BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for longer is stuck
-WATCH_S = 0.25  # how often a dead loop is looked for
 # A body up to this size is tokenised on the spot: a thread would take longer than the work.
 INLINE_BYTES = 16 << 10
 NUM_WORKERS = 2  # threads for larger bodies, which can neither delay small ones nor take more cores than this
 NUM_SIDE = 32  # tokenise, detokenise and prefetch calls in progress
 NUM_LOADS = 8  # adapter loads in progress or waiting
 SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
-RESET_TIMEOUT_S = 30.0
-PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
-FLUSH_TIMEOUT_S = 60.0
-SNAPSHOT_S = 150.0  # for computed blocks to be saved, and for tiers to answer
-KEPT_TIMEOUT_S = 10.0
+FLUSH_S = 60.0
 MAX_LOGGED = 256  # fields without effect, including types of tools, which clients can invent
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
+# By the first word of a call: seconds for its answer, and what a client is told if there is none by then.
+PATIENCE: dict[str, tuple[float, str]] = {
+    "stats": (10.0, "the engine's process did not answer within {:g} s"),
+    "adapters": (600.0, "the engine's process did not answer within {:g} s"),
+    "reset_cache": (30.0, "the cache was not reset within {:g} s; it continues in the background"),
+    "wait_flushed": (FLUSH_S + CLOSE_GRACE_S, "the engine loop did not come round to flush the cache"),
+    # for the engine loop to come round and begin it
+    "prefetch": (10.0, "the engine loop did not come round within {:g} s to prefetch"),
+    # for computed blocks to be saved, and for tiers to answer
+    "snapshots": (150.0, "the engine did not answer about snapshots within {:g} s"),
+    "responses": (10.0, "what is kept of earlier answers could not be looked at within {:g} s"),
+}
 
 T = TypeVar("T")
 
 
 class Service:
-    """One engine behind one event loop, or behind several in as many processes, which share `fronts`."""
+    """The shared state of the routes of one front. `book` and `row`: its seats, among those of all fronts.
+    `here`: the engine's side, if that is in this process and has to be started and closed."""
 
     def __init__(
-        self, engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        book: SeatBook | None = None,
+        row: int = 0,
+        here: EngineService | None = None,
     ) -> None:
         self.engine = engine
-        self.loop = loop
         self.config = config
         # names of the model for clients; the first is the main one
-        self.names = config.served_names or (engine.name,)
-        self.figures = RequestFigures()
+        self.names = config.served_names or (engine.facts.name,)
         for name in self.names:
-            if engine.adapters.find(name) is not None:
+            if name in engine.adapters:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
-        self.fronts = fronts or Fronts()
-        self.created = int(self.fronts.started_s)
-        self.generations = self.fronts.gate(config.max_concurrent, "generations", GateNumber.GENERATIONS)
-        self.side = self.fronts.gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
-        self.loads = self.fronts.gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
+        # the engine would refuse one more, behind the start of its stream
+        most = min(config.max_concurrent, engine.facts.max_open)
+        self.book, self.row = book or SeatBook.make(1), row
+        self.generations = self._gate(most, "generations", GateNumber.GENERATIONS)
+        self.side = self._gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
+        self.loads = self._gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
         self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
+        self.loading = anyio.CapacityLimiter(1)  # adapters: each reads and holds a whole file
+        self.stopping = False
+        self._here = here
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._askers = anyio.CapacityLimiter(NUM_WORKERS)
-        self._bridge: Bridge | None = None
         self._ignored: set[str] = set()  # fields without effect that the log has named
-        self._under_way: dict[str, asyncio.Future[Any]] = {}  # a reset, a flush
-        self._stop: asyncio.Future[None] | None = None
         self._stop_by_s = 0.0  # monotonic; when closing has taken too long
+
+    def _gate(self, limit: int, what: str, number: GateNumber) -> Gate:
+        return Gate(limit, what, self.book, self.row, number)
 
     # ---- life
 
     def start(self) -> None:
-        self._bridge = Bridge(asyncio.get_running_loop())
-        self.loop.start()
+        if self._here is not None:
+            self._here.loop.start()
+            self._here.start()  # with a beat that says that the engine is warm
+        self.engine.start()
 
     async def warm(self) -> None:
         """Do work that the first request would wait for: start worker threads with their imports, load
@@ -276,57 +238,37 @@ class Service:
                 # a template that refuses such a conversation; its users will see the same
                 logger.info("the chat template was not warmed up: %s", error)
 
-    async def watch(self) -> None:
-        """Runs beside the routes: if the engine thread dies, ends all waits."""
-        while (error := self.loop.failed()) is None:
-            await asyncio.sleep(WATCH_S)
-        logger.error("the engine loop failed", exc_info=error)
-        assert self._bridge is not None
-        self._bridge.end_all(FinishReason.ERROR, "the engine has failed; the server's log says why")
-
-    def stop(self) -> asyncio.Future[None]:
-        """Begin to close the engine loop, once. Running requests end by themselves or at the deadline, and
-        their readers get that end."""
-        if self._stop is None:
-            self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
-            self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
-            # a request submitted while admission closed would not be ended otherwise
-            if (bridge := self._bridge) is not None:
-                self._stop.add_done_callback(lambda _: bridge.end_all(FinishReason.CANCELLED))
-        return self._stop
-
-    def give_up(self) -> None:
-        """End all waits now, and cancel the requests in the engine."""
-        assert self._bridge is not None
-        for reading in list(self._bridge.readings):
-            reading.abandon()
-        self._bridge.end_all(FinishReason.CANCELLED)
+    def stop(self) -> None:
+        """Begin to close the engine, once. Running requests end by themselves or at the deadline, and their
+        readers get that end. The parent process closes an engine in another process."""
+        if self.stopping:
+            return
+        self.stopping = True
+        self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
+        if self._here is not None:
+            close = partial(self._here.close, self.config.shutdown_s)
+            threading.Thread(target=close, name="penstock-stop", daemon=True).start()
 
     async def wait_stopped(self) -> None:
         """A stuck loop must not keep the process alive: its thread is left behind."""
-        stop = self.stop()
-        done, _ = await asyncio.wait([stop], timeout=max(0.0, self._stop_by_s - time.monotonic()))
-        if not done:
+        self.stop()
+        try:
+            await asyncio.wait_for(self.engine.over.wait(), max(0.0, self._stop_by_s - time.monotonic()))
+        except TimeoutError:
             logger.error("the engine loop did not close in time")
-        elif error := stop.exception():
-            logger.error("the engine loop closed with an error", exc_info=error)
 
     def trouble(self) -> str | None:
         """Why the engine loop is not alive, or None."""
-        if self.loop.failed() is not None:
+        if self.engine.error is not None:
             return "the engine loop has failed"
-        age_s = self.loop.beat_age_s()
+        age_s = self.engine.beat_age_s()
         return f"the engine loop has been silent for {age_s:.1f} seconds" if age_s > BEAT_LIMIT_S else None
 
     def not_ready(self) -> str | None:
         """Why requests are not taken, or would wait; None: they are."""
         if self.stopping:
             return "the server is shutting down"
-        return self.trouble() or (None if self.loop.is_warm else "the engine is warming up")
-
-    @property
-    def stopping(self) -> bool:
-        return self._stop is not None
+        return self.trouble() or (None if self.engine.is_warm else "the engine is warming up")
 
     # ---- work
 
@@ -339,9 +281,9 @@ class Service:
     def open_reading(self, unique: str | None = None) -> Generations:
         """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open
         ones have one `unique` id."""
-        if self._bridge is None or self._stop is not None:
+        if self.stopping:
             raise EngineClosed("the server is not taking requests")
-        return Generations(self.engine, self._bridge, self.generations.take(1), unique)
+        return Generations(self.engine, self.generations.take(1), unique)
 
     async def body(
         self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]
@@ -369,7 +311,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""
-        if name is not None and name not in self.names and self.engine.adapters.find(name) is None:
+        if name is not None and name not in self.names and name not in self.engine.adapters:
             raise self._no_model(name)
 
     def hold_model(self, name: str) -> AbstractContextManager[Adapter | None]:
@@ -377,7 +319,7 @@ class Service:
         still be submitted to, whatever becomes of the name."""
         if name in self.names:
             return contextlib.nullcontext()
-        hold = self.engine.adapters.try_hold(name)
+        hold = self.engine.hold_adapter(name)
         if hold is None:
             raise self._no_model(name)
         return hold
@@ -396,108 +338,47 @@ class Service:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
 
-    async def snapshot(self) -> tuple[EngineStats, RequestFigures]:
-        """How the engine is doing, and what all fronts have answered. It may have to be asked for, from
-        another process."""
-        ask = self.fronts.stats or (lambda: (self.engine.stats(), []))
-        stats, others = await anyio.to_thread.run_sync(ask, limiter=self._askers)
-        return stats, self.figures.with_others(others)
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        """The engine's answer to a call. A wait that is cancelled ends a call that has not begun."""
+        return await self.answered(name, self.engine.call(name, *arguments))
 
-    async def compile(self, asked: Asked) -> object:
-        """Have the form of an answer compiled by the engine. It is found again at no cost while the result is
-        kept. A hang-up ends it."""
+    async def answered(self, name: str, asked: Future[T]) -> T:
+        timeout_s, late = PATIENCE[name.partition(".")[0]]
         try:
-            return await asyncio.wrap_future(self.engine.grammars.begin(asked.grammar))
+            return await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
+        except TimeoutError:
+            kind = EngineClosed if name == "wait_flushed" else DeadlineExceeded
+            raise kind(late.format(timeout_s)) from None
+
+    async def stats(self) -> tuple[EngineStats, RequestFigures]:
+        """How the engine is doing, and what all fronts have answered."""
+        async with self._askers:
+            stats, others = await self.ask("stats")
+        return stats, RequestFigures.total([self.engine.figures, *others])
+
+    @contextlib.asynccontextmanager
+    async def compiled(self, asked: Asked | None) -> AsyncIterator[None]:
+        """Have the form of an answer compiled by the engine, which keeps it until the block is left: what is
+        submitted meanwhile finds it. A hang-up ends it."""
+        if asked is None:
+            yield
+            return
+        try:
+            number = await asyncio.wrap_future(self.engine.call("grammars.begin", asked.grammar))
         except InvalidRequest as error:
             # the engine's one name for all of these fields; the client gave another
             if error.param == "structured_outputs":
                 raise InvalidRequest(str(error), asked.field) from None
             raise
-
-    async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
-        """Evict idle blocks."""
-        late = DeadlineExceeded(
-            f"the cache was not reset within {RESET_TIMEOUT_S:g} s; it continues in the background"
-        )
-        return await self._alone("reset", lambda: self.engine.reset_cache(tiers), RESET_TIMEOUT_S, late)
-
-    async def flush_cache(self, level: FlushLevel) -> None:
-        late = EngineClosed("the engine loop did not come round to flush the cache")
-        await self._alone(
-            "flush",
-            lambda: self.engine.wait_flushed(level, FLUSH_TIMEOUT_S),
-            FLUSH_TIMEOUT_S + CLOSE_GRACE_S,
-            late,
-        )
-
-    async def _alone(self, what: str, work: Callable[[], T], timeout_s: float, late: Exception) -> T:
-        """One of its kind at a time: each waits for the engine loop to come round."""
-        if what in self._under_way and not self._under_way[what].done():
-            raise Overloaded(f"a cache {what} is in progress")
-        self._under_way[what] = begun = _in_thread(work, f"penstock-{what}")
-        if not (await asyncio.wait([begun], timeout=timeout_s))[0]:
-            raise late
-        return begun.result()
-
-    async def prefetch(self, begun: Future[Prefetched | None]) -> Prefetched | None:
-        """Wait until it has begun, not until it is over."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(begun), PREFETCH_TIMEOUT_S)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch"
-            ) from None
-
-    async def on_responses(self, work: Callable[[ResponseStore], Future[T]]) -> T:
-        """What is kept of earlier answers, beside the engine."""
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(work(self.fronts.responses)), KEPT_TIMEOUT_S)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"what is kept of earlier answers could not be looked at within {KEPT_TIMEOUT_S:g} s"
-            ) from None
-
-    async def on_snapshots(self, begin: Callable[[SnapshotStore], Future[T]]) -> T:
-        """A disk or a store may have to be waited for. A wait that is cancelled leaves the line."""
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(begin(self.engine.snapshots)), SNAPSHOT_S)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the engine did not answer about snapshots within {SNAPSHOT_S:g} s"
-            ) from None
+            yield
+        finally:
+            self.engine.let_go(number)
 
     async def open_snapshot(self, body: CompletionBody | ChatBody, name: str) -> SnapshotContent:
         """What the request's prompts go on from."""
         with self.hold_model(body.model) as adapter:
-            return await self.on_snapshots(
-                lambda snapshots: snapshots.begin_open(name, body.cache_salt or "", adapter)
+            found: SnapshotContent = await self.ask(
+                "snapshots.begin_open", name, body.cache_salt or "", adapter
             )
-
-
-def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` on a thread of its own that does not keep the process alive, should the engine never
-    answer."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as caught:
-            error = caught
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:
-            logger.warning("%s ended after the server had closed", name)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+        return found

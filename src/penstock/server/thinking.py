@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.contract import Thought
 from penstock.errors import InvalidRequest
-from penstock.server.tool_parsers import THINK
+from penstock.text.parsers import THINK
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig

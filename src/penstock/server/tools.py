@@ -6,26 +6,20 @@ of tools in the prompt, and the parsing of answers. The engine compiles grammars
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
-from uuid import uuid4
 
 import msgspec
 
 from penstock.contract import MAX_GRAMMAR_CHARS, Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.tool_parsers import (
+from penstock.text.answer import AnswerFormat
+from penstock.text.parsers import (
     HERMES,
     LLAMA3,
-    MARKERS,
     MISTRAL,
     MISTRAL_ARGS,
-    READERS,
     THINK,
-    MessageParser,
-    calls_or_content,
-    named_call,
-    thinking,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +39,10 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """Refuses unknown fields."""
 
 
 def is_deep(value: Any) -> bool:
@@ -71,7 +69,7 @@ def parsed(text: str) -> Any:
 # --------------------------------------------------------------------------------------------------- the form
 
 
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class JsonSchema(Strict):
     """OpenAI's frame around a schema. Always enforced, `strict` or not."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -80,7 +78,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -89,7 +87,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("json_schema goes with the type json_schema, and with no other")
 
 
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class StructuredOutputs(Strict):
     """vLLM's. Exactly one of them; `json` may be the schema's text."""
 
     json: Schema | Text | None = None
@@ -99,15 +97,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     json_object: bool | None = None
 
 
+_FORMS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}  # kinds of grammars
 # fields of a body
-ASKING = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+ASKING = ("response_format", "structured_outputs", *(f"guided_{name}" for name in _FORMS))
 
 
 class Asked(NamedTuple):
@@ -124,18 +116,12 @@ def asked_of(body: Any) -> Asked | None:
     if given is not None and given.type != "text":
         schema = ANY_OBJECT if given.json_schema is None else given.json_schema.schema
         schema = {} if schema is None else schema
-    fields = (
-        ("response_format", "json_schema", schema),
-        ("structured_outputs.json", "json_schema", outputs.json),
-        ("structured_outputs.regex", "regex", outputs.regex),
-        ("structured_outputs.choice", "choice", outputs.choice),
-        ("structured_outputs.grammar", "lark", outputs.grammar),
-        ("structured_outputs.json_object", "json_schema", ANY_OBJECT if outputs.json_object else None),
-        ("guided_json", "json_schema", body.guided_json),
-        ("guided_regex", "regex", body.guided_regex),
-        ("guided_choice", "choice", body.guided_choice),
-        ("guided_grammar", "lark", body.guided_grammar),
+    fields: list[tuple[str, Any, Any]] = [("response_format", "json_schema", schema)]
+    fields += [(f"structured_outputs.{name}", kind, getattr(outputs, name)) for name, kind in _FORMS.items()]
+    fields.append(
+        ("structured_outputs.json_object", "json_schema", ANY_OBJECT if outputs.json_object else None)
     )
+    fields += [(f"guided_{name}", kind, getattr(body, f"guided_{name}")) for name, kind in _FORMS.items()]
     for field, _, value in fields:
         if is_deep(value):
             raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} lists and objects", field)
@@ -165,14 +151,14 @@ def _grammar(kind: Any, value: Schema | list[Any] | str) -> Grammar:
 # -------------------------------------------------------------------------------------------------- the tools
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # forced calls always match their schema; no effect on other calls
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
@@ -194,11 +180,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
 
 
-class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+class NamedFunction(Strict):
     name: FunctionName
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
@@ -210,17 +196,17 @@ def chosen(name: str) -> NamedTool:
     return NamedTool("function", NamedFunction(name))
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+class CalledFunction(Strict):
     name: FunctionName
     arguments: str
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolCall(Strict):
     """A call in an assistant's message, from us or another server."""
 
     id: CallId
-    type: Literal["function"] = "function"
     function: CalledFunction
+    type: Literal["function"] = "function"
     index: int | None = None  # for clients that assemble streams
 
     def as_dict(self) -> dict[str, Any]:
@@ -409,36 +395,6 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- the answer
 
 
-class AnswerFormat(NamedTuple):
-    """How to parse the answers to one request."""
-
-    reader: str  # one of READERS
-    forced: str | None  # the one function whose arguments are the whole text
-    thinks: bool  # reasoning may come first
-    begun: bool  # the prompt has already opened it
-    most_calls: int | None
-    # of the tools, if a grammar makes the answer either calls or content
-    names: frozenset[str] | None = None
-
-    def parser(self) -> MessageParser:
-        parser = MessageParser(self.most_calls, self.names)
-        if self.names is not None:
-            reading = calls_or_content(parser, self.reader)
-        else:
-            reading = (
-                named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
-            )
-        parser.start(thinking(parser, reading, self.begun) if self.thinks else reading)
-        return parser
-
-    def call_id(self) -> str:
-        """Mistral's templates take ids of nine characters only."""
-        return uuid4().hex[:9] if self.reader == "mistral" else f"call_{uuid4().hex[:24]}"
-
-
-PLAIN = AnswerFormat("none", None, False, False, None)  # all of it is content
-
-
 def format_of(
     asking: ToolRequest,
     is_formed: bool,
@@ -479,28 +435,3 @@ def parser_name(chosen: str, template: str) -> str:
     marks = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"))
     found = next((name for name, mark in marks if mark in template), None)
     return found or ("llama3" if '"parameters"' in template else "hermes")
-
-
-class MarkedTokens(NamedTuple):
-    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them. Alone,
-    all of them have."""
-
-    token_bytes: Callable[..., bytes]
-    errors: str
-    hidden: Callable[[int], bool] = lambda id: False
-    shown: frozenset[int] = frozenset()
-
-    def is_special(self, id: int) -> bool:
-        return id not in self.shown and self.hidden(id)
-
-
-def showing(tokenizer: TextCodec, reading: AnswerFormat) -> MarkedTokens:
-    """What the text of an answer in that format is made with."""
-    marks = (*MARKERS[reading.reader], *(THINK if reading.thinks else ()))
-    ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
-    return MarkedTokens(
-        tokenizer.token_bytes,
-        tokenizer.errors,
-        tokenizer.is_special,
-        frozenset(some[0] for some in ids if len(some) == 1),
-    )

@@ -36,7 +36,7 @@ from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ConfigError, InvalidRequest, StepFailed
 from penstock.models.progress import silent
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 
 EXCERPT = Path(__file__).resolve().parents[2] / "data" / "agentic-coding-excerpt.jsonl"
 USERS = 8
@@ -261,7 +261,7 @@ def test_the_next_request_is_sent_after_the_answer_and_its_pause():
 def serving(engine, **settings):
     loop = EngineLoop(engine)
     loop.start()
-    server = HttpServer(engine, loop, ServerConfig(port=0, shutdown_s=5.0, **settings))
+    server = server_here(engine, loop, ServerConfig(port=0, shutdown_s=5.0, **settings))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 from tokenizers.decoders import DecodeStream
 
-from penstock.engine.text import TextStream
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpelling
+from penstock.text.stream import TextStream
 from tests.support.vocabularies import KINDS, SPECIAL, vocabulary
 
 SPELL_ALL = ("byte-level BPE", "SentencePiece BPE", "SentencePiece BPE, no prefix")  # any text comes back

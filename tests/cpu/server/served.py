@@ -16,7 +16,10 @@ import openai
 import uvicorn.server
 
 from penstock.config import ServerConfig
-from penstock.server.run import HttpServer
+from penstock.server.client import EngineClient
+from penstock.server.links import EngineService
+from penstock.server.run import HttpServer, server_here
+from penstock.server.service import Service
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 DEADLINE_S = 120.0  # of what is expected to succeed at once, on a machine that does much else
@@ -88,14 +91,21 @@ class Served:
         until(lambda: self.engine.num_open == 0, "the engine has no open request", deadline_s)
         until(lambda: self.service.generations.taken == 0, "no seat is taken", deadline_s)
         until(lambda: self.service.side.taken == 0, "no side seat is taken", deadline_s)
-        until(lambda: not self.service._bridge.readings, "no reading is open", deadline_s)
+        until(lambda: not self.service.engine.num_open, "the front has no open request", deadline_s)
+
+
+def service_of(loop: ScriptedLoop, **settings) -> Service:
+    """What the routes of a server share, without a server."""
+    here = EngineService(loop.engine, loop)
+    client = EngineClient(here.attach_here(), loop.engine.tokenizer)
+    return Service(client, ServerConfig(**settings), here=here)
 
 
 @contextlib.contextmanager
 def serving(engine: ScriptedEngine | None = None, **settings) -> Iterator[Served]:
     engine = engine or ScriptedEngine()
     loop = ScriptedLoop(engine)
-    server = HttpServer(engine, loop, ServerConfig(port=0, **{"shutdown_s": 5.0, **settings}))
+    server = server_here(engine, loop, ServerConfig(port=0, **{"shutdown_s": 5.0, **settings}))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, "the server is up")

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import cli
-from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
+from penstock.server.seats import RequestFigures
 from tests.cpu.server.test_metrics import STATS, Fixed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ def exposed() -> set[str]:
     engine: Any = Fixed(STATS)
     figures = RequestFigures()
     figures.by_status["/x", "200"] = figures.by_finish["stop"] = 1
-    families = text_string_to_metric_families(exposition(engine.stats(), figures, "m").decode())
+    families = text_string_to_metric_families(exposition(engine.stats(), figures, "m", 1).decode())
     return {sample.name for family in families for sample in family.samples}
 
 
@@ -88,8 +88,7 @@ def test_alerts_are_rules_with_a_name_an_expression_and_a_text() -> None:
     assert len(rules) >= 5
     for rule in rules:
         assert re.match(
-            r"Penstock\w+\n\s+expr: .+\n(\s+for: \d+m\n)?\s+annotations: \{summary: \".+\"\}\s*$",
-            rule,
+            r"Penstock\w+\n\s+expr: .+\n(\s+for: \d+m\n)?\s+annotations: \{summary: \".+\"\}\s*$", rule
         ), rule
 
 

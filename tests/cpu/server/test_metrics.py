@@ -11,9 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
-from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
-from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
+from penstock.server.replies import usage_of
+from penstock.server.seats import RequestFigures
+from penstock.text.answer import ChoiceText, Prompt, Wants
 from tests.cpu.server.served import Served
 
 BOUNDS = (0.5, 1.0)
@@ -72,7 +73,9 @@ class Fixed:
 
 def scraped(stats: EngineStats) -> dict[str, float]:
     engine: Any = Fixed(stats)
-    families = text_string_to_metric_families(exposition(engine.stats(), RequestFigures(), "tiny").decode())
+    families = text_string_to_metric_families(
+        exposition(engine.stats(), RequestFigures(), "tiny", 1).decode()
+    )
     return {
         " ".join(
             (sample.name.removeprefix("penstock_"), *(sample.labels[name] for name in sorted(sample.labels)))

@@ -12,7 +12,7 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import about
 from penstock.server.routes import make_routes
-from tests.cpu.server.served import MODEL, Served, completion, serving
+from tests.cpu.server.served import MODEL, Served, completion, serving, until
 from tests.support.scripted_engine import ScriptedEngine
 
 ORIGIN = "https://app.example.org"
@@ -79,7 +79,7 @@ def test_the_description_has_every_route_and_every_field(served: Served) -> None
         route.path.replace(":path}", "}"): {name.lower() for name in route.methods - {"HEAD"}}
         for route in make_routes(served.service)
     }
-    for path, (_, _, body) in about.ROUTES.items():
+    for path, (_, _, _, body) in about.ROUTES.items():
         assert set(described["paths"][path]) == methods[path]
         assert all(
             "requestBody" in operation
@@ -111,7 +111,8 @@ def test_the_landing_page_says_what_runs_here(served: Served) -> None:
     for fact in (MODEL, __version__, "ready", "100000 tokens", "device", "/openapi.json", "not needed"):
         assert fact in page.text
     served.loop.age_s = 99.0
-    assert "silent for 99.0 seconds" in served.http.get("/").text
+    until(lambda: served.service.trouble(), "it is known")
+    assert "silent for 99." in served.http.get("/").text
     served.loop.age_s = None
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +17,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
 from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.ssd.directory import DiskIo
-from tests.cpu.server.served import DEADLINE_S, Served, serving, until
+from tests.cpu.server.served import Served, serving, until
 from tests.cpu.server.tiered_server import Tiered, error_of, tiered
 from tests.store_servers import valkey_or_skip
 from tests.support.scripted_engine import ScriptedEngine
@@ -141,38 +139,6 @@ def test_a_cold_tier_is_reset_alone_or_with_all(cold: Served, tier: str, asked: 
     assert cold.engine.asked == [asked]
 
 
-def test_a_tier_that_is_not_there_is_not_reset() -> None:
-    engine = ColdEngine(("device", "host", "ssd"))
-    with serving(engine) as served:
-        reply = served.http.post("/cache/reset?tier=remote")
-        assert (reply.status_code, error_of(reply)["param"]) == (400, "tier")
-        assert "device, host, ssd, all" in error_of(reply)["message"]
-    assert engine.asked == []
-
-
-def test_a_store_that_does_not_answer_a_reset_is_a_503(cold: Served) -> None:
-    cold.engine.failure = StoreFailed("the store does not answer")
-    reply = cold.http.post("/cache/reset?tier=remote")
-    assert (reply.status_code, error_of(reply)["message"]) == (503, "the store does not answer")
-
-
-def test_a_reset_that_takes_long_is_a_504_and_goes_on(cold: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.service.RESET_TIMEOUT_S", 0.05)
-    leave, left = threading.Event(), threading.Event()
-
-    def slow(tiers: Sequence[str]) -> dict[str, int]:
-        assert leave.wait(DEADLINE_S)
-        left.set()
-        return {}
-
-    monkeypatch.setattr(cold.engine, "reset_cache", slow)
-    reply = cold.http.post("/cache/reset?tier=remote")
-    assert (reply.status_code, error_of(reply)["code"]) == (504, "deadline_exceeded")
-    assert cold.http.post("/cache/reset?tier=remote").status_code == 429
-    leave.set()
-    assert left.wait(DEADLINE_S)
-
-
 # ------------------------------------------------------------------------------------- statistics and metrics
 
 
@@ -257,31 +223,6 @@ def test_a_prompt_comes_from_disk_and_the_answer_and_every_figure_say_so(tmp_pat
         assert stats["traffic"]["bytes"]["ssd to host"] == num_bytes
 
 
-def test_what_was_persisted_is_there_for_the_next_server(tmp_path: Path) -> None:
-    with with_disk(tmp_path) as server:
-        cold, _ = server.ask()
-        assert server.http.post("/cache/flush?level=persisted").status_code == 200
-    with with_disk(tmp_path) as server:
-        until(
-            lambda: server.http.get("/cache/stats").json()["kv_blocks"]["ssd"]["used"] == 4,
-            "the directory has been read",
-        )
-        again, details = server.ask()
-        assert again == cold and details["kv_source"]["ssd"] == 64
-
-
-@pytest.mark.parametrize("admission", ["reuse", "evict"])
-def test_a_flush_persists_also_what_its_admission_would_not_have_written(
-    tmp_path: Path, admission: str
-) -> None:
-    with with_disk(tmp_path, ssd_admission=admission) as server:
-        server.ask()
-        assert server.http.post("/cache/flush").status_code == 200
-        assert server.http.get("/cache/stats").json()["kv_blocks"]["ssd"]["used"] == 0
-        forget_memory(server)
-        assert server.ask()[1]["kv_source"]["ssd"] == 64
-
-
 @pytest.mark.parametrize(
     ("tier", "left"), [("ssd", {"device": 64, "ssd": 0}), ("all", {"device": 0, "ssd": 0})]
 )
@@ -298,29 +239,6 @@ def test_a_reset_forgets_the_disk(tmp_path: Path, tier: str, left: dict[str, int
         assert {name: found[name] for name in left} == left
 
 
-def test_damage_on_disk_is_counted_and_changes_no_answer(tmp_path: Path) -> None:
-    with with_disk(tmp_path) as server:
-        cold, _ = server.ask()
-        forget_memory(server)
-        for path in tmp_path.glob("*.kv"):
-            with path.open("r+b") as file:  # every payload, no head
-                for place in range(0, path.stat().st_size, 4096):
-                    file.seek(place)
-                    if not file.read(64).strip(b"\0").startswith(b"penst"):
-                        file.seek(place)
-                        file.write(b"rotten")
-        again, details = server.ask()
-        assert again == cold and details["kv_source"] == {
-            "device": 0,
-            "host": 0,
-            "ssd": 0,
-            "remote": 0,
-            "computed": 70,
-        }
-        until(lambda: not server.engine.is_transferring(), "nothing is on its way")
-        assert server.scrape()["penstock_checksum_failures_total", (("tier", "ssd"),)] >= 1
-
-
 def test_a_disk_that_fails_is_a_503_with_its_reason_and_requests_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,30 +253,6 @@ def test_a_disk_that_fails_is_a_503_with_its_reason_and_requests_go_on(
         assert (reply.status_code, error_of(reply)["code"]) == (503, "tier_failed")
         assert "ssd" in error_of(reply)["message"].lower() and str(tmp_path) not in error_of(reply)["message"]
         assert server.ask()[0] == cold
-
-
-def test_a_directory_that_is_made_anew_is_used_again_and_gets_what_host_memory_has(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    with with_disk(folder) as server:
-        cold, _ = server.ask()
-        assert server.http.post("/cache/flush?level=persisted").status_code == 200
-        shutil.rmtree(folder)
-        folder.mkdir(0o700)
-        reply = server.http.post("/cache/flush?level=persisted")
-        assert (reply.status_code, error_of(reply)["code"]) == (503, "tier_failed")
-        assert ("removed or replaced") in error_of(reply)["message"] and str(tmp_path) not in error_of(reply)[
-            "message"
-        ]
-        assert server.ask()[0] == cold
-        until(
-            lambda: server.scrape()["penstock_tier_usable", (("tier", "ssd"),)] == 1,
-            "a probe has found the new directory",
-        )
-        forget_memory(server)
-        again, details = server.ask()
-        assert again == cold and details["kv_source"]["ssd"] == 64, (
-            "a flush writes what the old directory had"
-        )
 
 
 # ------------------------------------------------------------------------------------------ with a real store
@@ -389,41 +283,3 @@ def test_a_prompt_that_one_server_has_computed_comes_to_another_from_the_store(s
         for tier in ("device", "host"):
             second.http.post(f"/cache/reset?tier={tier}")
         assert second.ask()[1]["kv_source"]["computed"] == 70, "what one has reset is gone for all"
-
-
-def test_a_store_that_dies_is_seen_and_its_password_is_not(
-    store: Valkey, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG")
-    with tiered(remote=store.url(), remote_timeout_s=5.0) as server:
-        cold, _ = server.ask()
-        assert server.http.post("/cache/flush?level=persisted").status_code == 200
-        store.kill()
-        for tier in ("device", "host"):
-            server.http.post(f"/cache/reset?tier={tier}")
-        assert server.ask([5, *range(40)])[1]["kv_source"]["computed"] == 41
-        reply = server.http.post("/cache/flush?level=persisted")
-        assert (reply.status_code, error_of(reply)["code"]) == (503, "tier_failed")
-        assert server.ask()[0] == cold
-        until(
-            lambda: server.scrape()["penstock_tier_usable", (("tier", "remote"),)] == 0,
-            "the store is fenced off",
-        )
-        shown = [
-            reply.text,
-            server.http.get("/metrics").text,
-            server.http.get("/cache/stats").text,
-            caplog.text,
-        ]
-        assert "remote" in shown[2] and not any(PASSWORD in text for text in shown)
-
-
-def test_a_request_that_the_store_has_nothing_for_asks_it_once(store: Valkey) -> None:
-    with tiered(remote=store.url()) as server:
-        server.ask()
-        store.ask("CONFIG", "RESETSTAT")
-        assert server.ask([5, *range(100, 165)])[1]["kv_source"]["computed"] == 66
-        (asked,) = [
-            line for line in store.ask("INFO", "commandstats").decode().splitlines() if "exists" in line
-        ]
-        assert ":calls=4," in asked, "one for each full block"

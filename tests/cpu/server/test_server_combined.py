@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
+from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams, TokenLogprob
+from penstock.server.replies import ChatReply, Heading
+from penstock.server.schema import ChatBody
+from penstock.text.answer import ChoiceDelta, ScoredToken
 from tests.cpu.server.served import MODEL, Served, completion, serving, until
 from tests.support.embedded import embedded_tokenizer
-from tests.support.scripted_engine import EOS, ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, ScriptedTokenizer
 
 
 def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
@@ -52,18 +54,6 @@ def test_values_that_are_zero_or_false_are_not_absent(served: Served) -> None:
         16,
         None,
     )
-
-
-LENGTHS: list[tuple[dict[str, Any], int]] = [
-    ({"max_tokens": 3}, 3), ({"max_completion_tokens": 4}, 4), ({"max_tokens": 5,
-    "max_completion_tokens": 5}, 5),
-    ({"max_completion_tokens": 0}, 0), ({"max_tokens": 6, "max_completion_tokens": None}, 6),
-]  # fmt: skip
-
-
-def test_both_names_of_a_chats_length_count(served: Served) -> None:
-    for fields, max_tokens in LENGTHS:
-        assert asked_of_the_engine(served, "/v1/chat/completions", chat(**fields)).max_tokens == max_tokens
 
 
 RIVALS: list[tuple[dict[str, Any], int | None]] = [
@@ -113,14 +103,6 @@ def test_parts_of_a_message_are_lines_of_their_own(served: Served) -> None:
     assert bytes(served.engine.submitted[-1][0]).decode() == "user: one\ntwo\nassistant: "
 
 
-def test_a_stop_string_is_one_string(served: Served) -> None:
-    for stop, expected in (("ab", ("ab",)), (["ab"], ("ab",)), (["a", "b"], ("a", "b"))):
-        assert (
-            asked_of_the_engine(served, "/v1/completions", completion(stop=stop, max_tokens=1)).stop
-            == expected
-        )
-
-
 LIMITS: list[tuple[dict[str, Any], str | None]] = [
     ({"stop": ["x"] * MAX_STOPS}, None), ({"stop": ["x"] * (MAX_STOPS + 1)}, "stop"), ({"stop": [""]},
     "stop"),
@@ -167,22 +149,6 @@ def test_as_many_generations_run_as_there_are_seats_and_one_request_may_take_the
         served.assert_idle()
 
 
-def test_a_salt_reaches_the_engine_and_its_absence_too(served: Served) -> None:
-    for salt, expected in (("mine", "mine"), (None, ""), ("", "")):
-        assert (
-            served.http.post("/v1/completions", json=completion(max_tokens=1, cache_salt=salt)).status_code
-            == 200
-        )
-        assert served.engine.submitted[-1][2] == expected
-
-
-def test_an_end_of_text_token_counts_in_usage_and_shows_nowhere() -> None:
-    with serving(ScriptedEngine(lambda prompt, sampling: [104, 105, EOS])) as served:
-        reply = served.http.post("/v1/completions", json=completion(logprobs=0)).json()
-        assert reply["choices"][0]["text"] == "hi" and reply["usage"]["completion_tokens"] == 3
-        assert len(reply["choices"][0]["logprobs"]["tokens"]) == 2
-
-
 def test_an_echoed_prompt_of_several_bytes_a_character_shifts_offsets_by_characters(served: Served) -> None:
     body = completion("\u00e9\u00e9", echo=True, logprobs=0, max_tokens=3, seed=7)
     choice = served.http.post("/v1/completions", json=body).json()["choices"][0]
@@ -190,12 +156,10 @@ def test_an_echoed_prompt_of_several_bytes_a_character_shifts_offsets_by_charact
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 3, 4]
 
 
-def test_special_tokens_are_text_where_tokens_are_turned_back(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_special_tokens_are_text_where_tokens_are_turned_back(served: Served) -> None:
     tokenizer = embedded_tokenizer()
     special = next(id for id in range(100) if tokenizer.is_special(id))
-    monkeypatch.setattr(served.engine, "tokenizer", tokenizer)
+    served.service.engine.tokenizer = tokenizer
     ids = [*tokenizer.encode("hi"), special]
     found = served.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
     assert found == "hi" + tokenizer.token_bytes(special).decode(errors="replace") and len(found) > 2
@@ -247,8 +211,56 @@ def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_as
             )
 
 
-def test_a_prompt_whose_source_nobody_told_counts_as_computed() -> None:
-    sampling = SamplingParams(max_tokens=1)
-    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, (), Prompt([1, 2, 3]), Wants())
-    details = usage_of([Prompt([1, 2, 3])], [untold], 1)["prompt_tokens_details"]
-    assert details == {"cached_tokens": 0, "kv_source": {}}
+# ------------------------------------------------------------------------------------------------------ chats
+
+
+def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:
+    body = ChatBody(model="m", messages=[], logprobs=True, top_logprobs=1)
+    reply = ChatReply(ScriptedTokenizer(), body, Heading("chatcmplx", "m"))
+    never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0), (99, float("-inf"))))
+    (scored,) = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]["content"]
+    assert scored["logprob"] == -9999.0
+    assert [entry["logprob"] for entry in scored["top_logprobs"]] == [0.0, -9999.0]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("num", [0, 1, 7])
+def test_a_chat_has_as_many_tokens_as_were_asked_for_and_none_where_none_were(
+    served: Served, name: str, num: int
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], name: num}
+    reply = served.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200
+    assert [sampling.max_tokens for _, sampling, _ in served.engine.submitted] == [num]
+    assert reply.json()["usage"]["completion_tokens"] == num
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"max_tokens": None}, {"max_tokens": None, "max_completion_tokens": None}]
+)
+def test_a_chat_that_asks_for_no_number_may_fill_the_context(given: dict) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **given}
+    with serving(ScriptedEngine(max_model_len=60)) as served:
+        usage = served.http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == 60
+
+
+# ---------------------------------------------------------------------------------------- parts of characters
+
+
+TEXT = "é東🙂"
+
+
+def test_the_bytes_of_all_tokens_are_those_of_the_text() -> None:
+    """A client puts characters together from them."""
+    with serving(ScriptedEngine(script=lambda prompt, sampling: iter(TEXT.encode()))) as served:
+        asked = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": len(TEXT.encode()),
+            "logprobs": True,
+        }
+        choice = served.http.post("/v1/chat/completions", json=asked).json()["choices"][0]
+    assert choice["message"]["content"] == TEXT
+    entries = choice["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == [[byte] for byte in TEXT.encode()]

@@ -7,21 +7,18 @@ import asyncio
 import contextlib
 import json
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest, StoreFailed
 from penstock.server.access import AccessLog
 from penstock.server.app import LastResort
-from penstock.server.client import RequestFigures
 from penstock.server.faults import Hangup
 from penstock.server.generate import while_connected
 from penstock.server.replies import CompletionReply
-from penstock.server.service import Service
-from tests.cpu.server.served import Served, completion, until
+from penstock.server.seats import RequestFigures
+from tests.cpu.server.served import Served, completion, service_of, until
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -108,7 +105,7 @@ def test_a_defect_behind_the_first_byte_of_an_answer_is_for_the_connection_to_te
 def test_an_adapter_that_is_unloaded_between_the_look_and_the_hold_is_a_404(
     served: Served, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(served.engine.adapters, "find", lambda name: SimpleNamespace(adapter=None))
+    monkeypatch.setattr(served.service, "check_model", lambda name: None)
     reply = served.http.post(path, json={"model": "gone", "prompt": "x"})
     assert (reply.status_code, reply.json()["error"]["code"], reply.json()["error"]["param"]) == (
         404,
@@ -131,7 +128,7 @@ def test_a_template_that_takes_no_greeting_does_not_keep_the_server_from_startin
 
     monkeypatch.setattr(engine.tokenizer, "encode_chat", refuse)
     caplog.set_level(logging.INFO, "penstock.server")
-    asyncio.run(Service(engine, ScriptedLoop(engine), ServerConfig()).warm())
+    asyncio.run(service_of(ScriptedLoop(engine)).warm())
     assert len(asked) == 2, "where a small body is worked at, and where a large one is"
     assert [record.message for record in caplog.records] == [
         "the chat template was not warmed up: it must begin with a system message"

@@ -52,18 +52,6 @@ def having(field: str) -> list[str]:
     return [path for path, body in BODIES.items() if field in body.__struct_fields__]
 
 
-def test_values_that_mean_nothing_are_taken_and_change_nothing(served: Served) -> None:
-    plain = {path: ask(served, path, "seed", "7").json()["choices"] for path in BODIES}
-    for field, values in HARMLESS.items():
-        assert having(field), field
-        for path in having(field):
-            for value in values:
-                reply = ask(served, path, "seed", f'7, "{field}": {json.dumps(value)}')
-                assert (reply.status_code, reply.json().get("choices")) == (200, plain[path]), (
-                    f"{path} {field}={value}: {reply.text}"
-                )
-
-
 @pytest.mark.parametrize("field", sorted(HARMLESS))
 def test_wrong_types_and_wild_values_of_such_a_field_are_refused_by_name(served: Served, field: str) -> None:
     for path in having(field):
@@ -113,20 +101,6 @@ def test_biases_reach_the_engine_and_bad_ones_are_refused_by_name(served: Served
         assert ask(served, path, "logit_bias", bad).json()["error"]["param"].startswith("logit_bias"), bad
 
 
-def test_a_developers_message_is_a_system_message_and_names_change_nothing(served: Served) -> None:
-    turns = [
-        {"role": "developer", "content": "be", "name": "boss"},
-        {"role": "user", "content": "hi", "name": "me"},
-    ]
-    assert (
-        served.http.post(
-            "/v1/chat/completions", json={"model": MODEL, "messages": turns, "max_tokens": 1}
-        ).status_code
-        == 200
-    )
-    assert bytes(served.engine.submitted[-1][0]).decode() == "system: be\nuser: hi\nassistant: "
-
-
 # ---------------------------------------------------------------------------------------------------- streams
 
 
@@ -158,15 +132,6 @@ def test_obfuscated_chunks_are_of_one_size(served: Served, path: str) -> None:
     assert {len(msgspec.json.encode(chunk)) for chunk in padded} == {512}
     plain = chunks_of(served, path, stream_options={"include_obfuscation": False})
     assert not any("obfuscation" in chunk for chunk in plain)
-
-
-def test_unknown_or_wrong_stream_options_are_refused(served: Served) -> None:
-    for name in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
-        for value in (1, "true", [], {}, -1):
-            reply = served.http.post(
-                "/v1/completions", json=completion(stream=True, stream_options={name: value})
-            )
-            assert reply.json()["error"]["param"] == f"stream_options.{name}"
 
 
 def test_the_role_comes_with_the_first_token_and_not_before(served: Served) -> None:

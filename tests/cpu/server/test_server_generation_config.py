@@ -19,7 +19,7 @@ from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ModelError
 from penstock.models.loader import inspect_model, read_sampling
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from penstock.testing.tiny_models import write_tiny_model
 from tests.cpu.server.served import MODEL, Served, until
 
@@ -36,7 +36,7 @@ STATED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repeti
 def test_a_request_gets_what_the_model_states_where_it_says_nothing_itself(
     served: Served, path: str, asked: dict[str, Any]
 ) -> None:
-    served.engine.sampling = dict(STATED)
+    served.service.engine.facts.sampling = dict(STATED)
     given = {"temperature": 0.0, "top_k": -1}
     for own in ({}, given):
         reply = served.http.post(f"/v1/{path}", json={"model": MODEL, "max_tokens": 1, **asked, **own})
@@ -47,7 +47,7 @@ def test_a_request_gets_what_the_model_states_where_it_says_nothing_itself(
 
 
 def test_a_null_counts_as_left_out(served: Served) -> None:
-    served.engine.sampling = dict(STATED)
+    served.service.engine.facts.sampling = dict(STATED)
     served.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 1, "temperature": None}
     )
@@ -82,7 +82,7 @@ def test_a_server_answers_as_the_file_says(tmp_path: Path) -> None:
         Config(ModelSource(str(model), device="cpu"), KvConfig(device_blocks=64), EngineConfig(max_batch=4))
     )
     loop = EngineLoop(engine)
-    server = HttpServer(engine, loop, ServerConfig(port=0))
+    server = server_here(engine, loop, ServerConfig(port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     loop.start()
     thread.start()

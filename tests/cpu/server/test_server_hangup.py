@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 
 import pytest
 
-from penstock.server import generate
+from penstock.server.service import Generations
 from tests.cpu.server.served import DEADLINE_S, Served, completion, read_until, serving, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -63,15 +62,6 @@ def test_a_choice_that_met_its_stop_string_is_cancelled_while_others_go_on(serve
     connection.close()
 
 
-def test_a_reset_connection_cancels_too(served: Served) -> None:
-    served.engine.hold()
-    connection = served.send("/v1/completions", completion(max_tokens=LONG))
-    until(lambda: served.engine.num_open == 1, "the engine has the request")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    connection.close()
-    served.assert_idle()
-
-
 def test_a_hang_up_during_the_upload_gives_the_seat_back(served: Served) -> None:
     connection = served.connect()
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -87,15 +77,14 @@ def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(
     """The worker thread is between two prompts: one was submitted, the client goes, the next must not be."""
     with serving() as served:
         first, gone = threading.Event(), threading.Event()
-        submit = served.engine.submit
+        submit = served.service.engine.submit
 
         def slow_submit(*args, **fields):
-            request_id = submit(*args, **fields)
+            submit(*args, **fields)
             first.set()
             assert gone.wait(DEADLINE_S)
-            return request_id
 
-        monkeypatch.setattr(served.engine, "submit", slow_submit)
+        monkeypatch.setattr(served.service.engine, "submit", slow_submit)
         served.engine.hold()
         connection = served.send("/v1/completions", completion(["x" * 20_000] * 3, max_tokens=LONG))
         assert first.wait(DEADLINE_S)
@@ -112,44 +101,24 @@ def test_a_hang_up_between_submit_and_its_return_is_not_lost(monkeypatch: pytest
     """The cancel comes before the engine knows the request: the submitter must look again."""
     with serving() as served:
         entered, gone = threading.Event(), threading.Event()
-        submit = served.engine.submit
+        submit = served.service.engine.submit
 
         def late_submit(*args, **fields):
             entered.set()
             assert gone.wait(DEADLINE_S)
-            return submit(*args, **fields)
+            submit(*args, **fields)
 
-        monkeypatch.setattr(served.engine, "submit", late_submit)
+        abandon, abandoned = Generations.abandon, threading.Event()
+        monkeypatch.setattr(Generations, "abandon", lambda self: (abandon(self), abandoned.set()))
+        monkeypatch.setattr(served.service.engine, "submit", late_submit)
         served.engine.hold()
         connection = served.send("/v1/completions", completion("x" * 20_000, max_tokens=LONG))
         assert entered.wait(DEADLINE_S)
-        (reading,) = served.service._bridge.readings
         connection.close()
-        until(lambda: reading._abandoned, "the hang-up is noticed")
+        assert abandoned.wait(DEADLINE_S), "the hang-up is noticed"
         gone.set()
         served.assert_idle()
         assert len(served.engine.submitted) == 1
-
-
-async def _only_work(receive, on_hangup, work) -> None:
-    await work()
-
-
-def test_a_server_that_does_not_watch_its_clients_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "while_connected", _only_work)
-    with serving() as served:
-        hang_up_before_the_first_token(served, stream=False)
-        with pytest.raises(AssertionError, match="no open request"):
-            served.assert_idle(deadline_s=0.3)
-
-
-def test_a_server_that_forgets_to_cancel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScriptedEngine()
-    monkeypatch.setattr(engine, "cancel", lambda request_id: None)
-    with serving(engine) as served:
-        hang_up_before_the_first_token(served, stream=True)
-        with pytest.raises(AssertionError, match="no open request"):
-            served.assert_idle(deadline_s=0.3)
 
 
 # ------------------------------------------------------------------------------------------------------ crowd

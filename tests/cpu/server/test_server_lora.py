@@ -24,7 +24,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.progress import silent
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3
 from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, serving, until
 from tests.support.adapters import write_random_adapter
@@ -101,15 +101,6 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_name(served: Served) -> None:
     assert served.engine.adapted == [adapter, adapter, adapter, adapter, None]
 
 
-def test_tokenising_takes_the_names_of_adapters(served: Served) -> None:
-    load(served, "tuned", "one")
-    assert served.http.post("/tokenize", json={"prompt": "ab", "model": "tuned"}).json()["tokens"] == [97, 98]
-    assert served.http.post("/detokenize", json={"tokens": [97, 98], "model": "tuned"}).json() == {
-        "prompt": "ab"
-    }
-    assert served.http.post("/tokenize", json={"prompt": "ab", "model": "other"}).status_code == 404
-
-
 def test_loading_over_a_name_replaces_it_and_says_so(served: Served, allowed: Path) -> None:
     first = load(served, "tuned", "one").json()
     old = served.engine.adapters.find("tuned").adapter
@@ -154,13 +145,13 @@ def test_an_adapter_that_is_reloaded_while_a_request_comes_in_serves_all_its_cho
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(served, "tuned", "one")
-    submit = served.engine.submit
+    submit = served.service.engine.submit
 
-    def reloading(*args: Any, **named: Any) -> str:
+    def reloading(*args: Any, **named: Any) -> None:
         load(served, "tuned", "group/two" if len(served.engine.submitted) % 2 == 0 else "one")
-        return submit(*args, **named)
+        submit(*args, **named)
 
-    monkeypatch.setattr(served.engine, "submit", reloading)
+    monkeypatch.setattr(served.service.engine, "submit", reloading)
     # Large enough for a thread of its own, so that the event loop can answer the reloads meanwhile.
     reply = served.http.post(
         "/v1/completions", json=completion("x" * 20_000, model="tuned", n=4, max_tokens=1)
@@ -291,7 +282,7 @@ def test_loads_are_read_one_after_another_and_off_the_event_loop(model: Decoder,
 def real_server(lora: LoraConfig) -> Iterator[tuple[str, openai.OpenAI]]:
     config = dataclasses.replace(tiny_config("tiny-llama", blocks=256), lora=lora)
     engine = build(config)
-    server = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
+    server = server_here(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, "the server is up")

@@ -151,14 +151,6 @@ def test_an_answer_may_be_allowed_more_than_the_context_has_and_ends_with_it() -
         )
 
 
-def test_an_answer_without_text_has_a_block_without_text() -> None:
-    with serving(saying("")) as served:
-        for message in (answer(served), put_together(events(served))):
-            assert (
-                message["content"] == [{"type": "text", "text": ""}] and message["stop_reason"] == "end_turn"
-            )
-
-
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     with serving(
         ScriptedEngine(lambda prompt, sampling: [*b"ab", RuntimeError("the step failed")])
@@ -316,19 +308,6 @@ def test_reasoning_is_a_thinking_block_and_is_not_shown_again() -> None:
         assert error["param"] == "thinking" and "reasons" in error["message"]
 
 
-def test_a_model_without_reasoning_has_no_thinking_blocks() -> None:
-    with serving(saying("<think>hm</think>Hi")) as served:
-        for thinking in (
-            {"type": "disabled"},
-            {"type": "adaptive"},
-            {"type": "enabled", "budget_tokens": 50},
-            None,
-        ):
-            assert answer(served, thinking=thinking)["content"] == [
-                {"type": "text", "text": "<think>hm</think>Hi"}
-            ]
-
-
 # ----------------------------------------------------------------------------------------------------- tokens
 
 
@@ -352,14 +331,6 @@ def test_tokens_are_counted_as_a_message_would_have_them() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- refusals
-
-HARMLESS: dict[str, list[Any]] = {
-    "output_config": [{}],
-    "tools": [[]],
-    "tool_choice": [{"type": "auto"}, {"type": "none"}],
-    "stop_sequences": [[]],
-    "system": ["", []],
-}
 
 
 ERRORS: list[tuple[Exception, int, str]] = [
@@ -388,17 +359,6 @@ def test_errors_are_of_the_kinds_that_clients_tell_apart(error: Exception, statu
         kind,
         "mine",
     )
-
-
-def test_values_that_mean_nothing_are_taken_and_change_nothing() -> None:
-    with serving() as served:
-        plain = answer(served, seed=7, max_tokens=5)["content"]
-        for field, values in HARMLESS.items():
-            for value in [*values, None]:
-                assert answer(served, seed=7, max_tokens=5, **{field: value})["content"] == plain, (
-                    field,
-                    value,
-                )
 
 
 @pytest.fixture(scope="module")
@@ -437,11 +397,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].content[0].content[0].type",
         "reads and writes text",
     ),
-    (
-        {"messages": [{"role": "user", "content": [USE]}]},
-        "messages[0]",
-        "role user",
-    ),
+    ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0]", "role user"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "length"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "enum"),
     ({"messages": []}, "messages", "length"),
@@ -509,20 +465,6 @@ def test_what_is_wrong_is_refused_by_name_in_anthropics_shape(
     assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
     assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", param), body
     assert words in body["error"]["message"].lower() and shared.engine.submitted == [], body
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["NaN", "1e999", "-Infinity", "9" * 400, '{"a": ' * 2000, '"\\ud800"', '["' + "x" * 100_000 + '"]'],
-)
-@pytest.mark.parametrize(
-    "field",
-    ["max_tokens", "temperature", "top_p", "seed", "tool_choice", "thinking", "stop_sequences", "metadata"],
-)
-def test_wild_values_are_refused(shared: Served, field: str, value: str) -> None:
-    body = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 1})[:-1] + f', "{field}": {value}}}'
-    reply = shared.http.post("/v1/messages", content=body.encode())
-    assert reply.status_code == 400 and reply.json()["type"] == "error" and len(reply.text) < 2000
 
 
 def test_every_error_of_this_door_has_anthropics_shape() -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import ServerConfig
-from penstock.errors import ConfigError
-from penstock.server.run import HttpServer
-from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, read_until, serving, until
+from penstock.contract import FinishReason, SamplingParams
+from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, Overloaded
+from penstock.server import service as service_module
+from penstock.server.run import server_here
+from penstock.server.service import BEAT_LIMIT_S
+from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, service_of, serving, until
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -70,12 +75,13 @@ def test_a_live_loop_is_ready_and_a_silent_one_is_not(served: Served) -> None:
     assert served.http.get("/health").json() == {"status": "ready"}
     assert served.http.get("/live").json() == {"status": "live"}
     served.loop.age_s = 60.0
+    until(lambda: served.service.trouble(), "it is known")
     for path in ("/health", "/live"):
         reply = served.http.get(path)
         assert reply.status_code == 503
-        assert "60.0 seconds" in reply.json()["reason"]
+        assert "silent for 60." in reply.json()["reason"]
     served.loop.age_s = None
-    assert served.http.get("/live").status_code == 200
+    until(lambda: served.http.get("/live").status_code == 200, "it is alive")
 
 
 def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(
@@ -83,11 +89,12 @@ def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(
 ) -> None:
     """Whoever balances load sends nobody there yet, and whoever restarts what hangs leaves it alone."""
     monkeypatch.setattr(served.loop, "is_warm", False)
+    until(lambda: served.service.not_ready(), "it is known")
     reply = served.http.get("/health")
     assert reply.status_code == 503 and reply.json()["reason"] == "the engine is warming up"
     assert served.http.get("/live").json() == {"status": "live"} and "warming up" in served.http.get("/").text
     monkeypatch.undo()
-    assert served.http.get("/health").json() == {"status": "ready"}
+    until(lambda: served.http.get("/health").json() == {"status": "ready"}, "it is warm")
 
 
 def test_a_dead_loop_ends_everyones_wait() -> None:
@@ -114,26 +121,6 @@ def test_a_dead_loop_ends_everyones_wait() -> None:
         until(lambda: served.service.generations.taken == 0, "the seats are free")
         for path in ("/health", "/live"):
             assert served.http.get(path).status_code == 503
-
-
-def test_findings_of_the_sanitizer_are_shown_only_where_it_listens(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "penstock_sanitizer_reports" not in served.http.get("/metrics").text
-    listening = dataclasses.replace(served.engine.stats(), sanitizer={"race": 2, "lifetime": 0})
-    monkeypatch.setattr(served.engine, "stats", lambda: listening)
-    assert 'penstock_sanitizer_reports_total{kind="race"} 2.0' in served.http.get("/metrics").text
-
-
-def test_text_goes_to_tokens_and_back(served: Served) -> None:
-    reply = served.http.post("/tokenize", json={"prompt": "né", "model": MODEL}).json()
-    assert reply == {"tokens": [110, 195, 169], "count": 3, "max_model_len": served.engine.max_model_len}
-    assert served.http.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "né"}
-    chat = served.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert bytes(chat["tokens"]).decode() == "user: hi\nassistant: "
-    assert served.http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
-    large = "x" * 100_000
-    assert served.http.post("/tokenize", json={"prompt": large}).json()["count"] == len(large)
 
 
 def test_a_large_prompt_is_tokenised_off_the_event_loop(
@@ -194,25 +181,6 @@ def test_the_cache_can_be_reset_and_looked_at(served: Served) -> None:
     assert device["total"] == device["free"] + device["active"]
 
 
-def test_only_one_reset_waits_for_the_engine_at_a_time(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def stuck_reset(tiers: Sequence[str]) -> dict[str, int]:
-        entered.set()
-        assert leave.wait(DEADLINE_S)
-        return {"device": 3}
-
-    monkeypatch.setattr(served.engine, "reset_cache", stuck_reset)
-    first = served.send("/cache/reset?tier=all", b"")
-    assert entered.wait(DEADLINE_S)
-    assert served.http.post("/cache/reset?tier=all").status_code == 429
-    leave.set()
-    read_until(first, b'"evicted_blocks":3')
-    first.close()
-
-
 # --------------------------------------------------------------------------------------------------- shutdown
 
 
@@ -262,7 +230,7 @@ def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatc
     engine = ScriptedEngine()
     loop = ScriptedLoop(engine)
     monkeypatch.setattr(loop, "close", lambda deadline_s: never.wait())
-    server = HttpServer(engine, loop, ServerConfig(port=0, shutdown_s=0.1))
+    server = server_here(engine, loop, ServerConfig(port=0, shutdown_s=0.1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, "the server is up")
@@ -275,24 +243,24 @@ def test_a_wedged_engine_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatc
 def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
     port = int(served.url.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=f"port {port}"):
-        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=port))
+        server_here(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=port))
     with pytest.raises(ConfigError, match="not an address"):
-        HttpServer(
+        server_here(
             ScriptedEngine(),
             ScriptedLoop(ScriptedEngine()),
             ServerConfig(host="no.such.host.invalid", port=0),
         )
     with pytest.raises(ConfigError, match="api-key is empty"):
-        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=""))
+        server_here(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=""))
 
 
 PROGRAM = """
 from penstock.config import ServerConfig
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 engine = ScriptedEngine()
 engine.hold()
-HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0)).run()
+server_here(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0)).run()
 print("clean end", flush=True)
 """
 
@@ -336,3 +304,137 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         running.kill()
         running.wait()
         running.stdout.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+@pytest.fixture
+def loop() -> ScriptedLoop:
+    return ScriptedLoop(ScriptedEngine())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_loop_has_all_the_time_of_its_requests_and_is_left_behind_after_it(
+    loop: ScriptedLoop, ends: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, gate = 1000.0, threading.Event()
+    monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(loop, "close", lambda deadline_s: gate.wait())
+
+    async def stopping() -> None:
+        nonlocal now_s
+        service = service_of(loop, shutdown_s=100.0)
+        service.start()
+        service.stop()
+        now_s += 100.0 if ends else 1000.0
+        waiting = asyncio.create_task(service.wait_stopped())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert waiting.done() is not ends
+        gate.set()
+        await waiting
+
+    asyncio.run(stopping())
+    wrong = [record.message for record in caplog.records]
+    assert wrong == ([] if ends else ["the engine loop did not close in time"])
+    loop._stop.set()
+
+
+def test_a_loop_that_closes_with_an_error_says_so_in_the_log_and_readers_are_told_the_end(
+    loop: ScriptedLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def close(deadline_s: float) -> None:
+        raise ZeroDivisionError("out of order")
+
+    monkeypatch.setattr(loop, "close", close)
+
+    async def stopping() -> None:
+        service = service_of(loop)
+        service.start()
+        await service.wait_stopped()
+
+    asyncio.run(stopping())
+    (record,) = [record for record in caplog.records if record.name == "penstock.server"]
+    assert record.levelname == "ERROR" and "closed with an error" in record.message
+    assert record.exc_info is not None and isinstance(record.exc_info[1], ZeroDivisionError)
+    loop._stop.set()
+
+
+def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(loop: ScriptedLoop) -> None:
+    """Else the engine's loop would let requests that nobody reads run for all the time that a stop leaves
+    them."""
+    engine = loop.engine
+    engine.hold()
+
+    async def giving_up() -> None:
+        service = service_of(loop)
+        service.start()
+        with service.open_reading() as one, service.open_reading() as other:
+            other.seats.widen(2)
+            for reading, index in ((one, 0), (other, 0), (other, 1)):
+                reading.submit(index, [1, 2, 3], SamplingParams(max_tokens=4))
+            while engine.num_open < 3:
+                await asyncio.sleep(0.001)
+            service.engine.give_up()
+            for reading, num in ((one, 1), (other, 2)):
+                events = await reading.next_events()
+                assert [[event.finish for event in events[index]] for index in range(num)] == [
+                    [FinishReason.ERROR]
+                ] * num
+        assert service.generations.taken == 0
+        while engine.num_open:
+            await asyncio.sleep(0.001)
+        await service.wait_stopped()
+
+    asyncio.run(giving_up())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [("reset_cache", (("device",),), {"device": 3}), ("wait_flushed", ("visible", 1.0), None)],
+)
+def test_an_operator_is_answered_though_the_engine_does_not_come_round(
+    loop: ScriptedLoop,
+    name: str,
+    arguments: tuple[object, ...],
+    answer: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is under way goes on, and keeps the next one out until it is over."""
+    gate = threading.Event()
+    monkeypatch.setattr(loop.engine, name, lambda *_: gate.wait() and answer)
+    _, late = service_module.PATIENCE[name]
+
+    async def asking() -> None:
+        service = service_of(loop)
+        service.start()
+        monkeypatch.setitem(service_module.PATIENCE, name, (0.0, late))
+        with pytest.raises(DeadlineExceeded if name == "reset_cache" else EngineClosed):
+            await service.ask(name, *arguments)
+        monkeypatch.setitem(service_module.PATIENCE, name, (30.0, late))
+        with pytest.raises(Overloaded, match="reset" if name == "reset_cache" else "flush"):
+            await service.ask(name, *arguments)
+        gate.set()
+        by_s = time.monotonic() + 30.0
+        while time.monotonic() < by_s:
+            try:
+                assert await service.ask(name, *arguments) == answer
+                break
+            except Overloaded:
+                await asyncio.sleep(0.001)
+        await service.wait_stopped()
+
+    asyncio.run(asking())
+
+
+def test_a_loop_is_in_trouble_when_it_has_failed_or_is_silent_for_longer_than_it_may(
+    loop: ScriptedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = service_of(loop)
+    for age_s, is_alive in ((0.0, True), (BEAT_LIMIT_S, True), (BEAT_LIMIT_S + 0.1, False)):
+        monkeypatch.setattr(service.engine, "beat_age_s", lambda age_s=age_s: age_s)
+        assert (service.trouble() is None) == is_alive
+    monkeypatch.undo()
+    service.engine.error = EngineClosed("no")
+    assert service.trouble() == "the engine loop has failed"

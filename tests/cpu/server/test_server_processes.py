@@ -28,7 +28,7 @@ from penstock.server import boundary, links, supervise
 from penstock.server.boundary import FromEngine, FromParent, ToParent, Wire
 from penstock.server.links import EngineProcess
 from penstock.server.run import FrontServer, run_front
-from penstock.server.seats import SeatBook
+from penstock.server.seats import GateNumber, SeatBook
 from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
 from tests.cpu.server.served import DEADLINE_S, until
 from tests.support.driving import tiny_config
@@ -248,31 +248,6 @@ def test_the_first_signal_waits_for_requests_the_second_does_not_and_the_third_k
         parent.run(play)
 
 
-def test_a_signal_that_comes_while_another_is_obeyed_counts(
-    parent: Parent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of somebody who presses Ctrl-C twice."""
-    stop, stops = Supervisor._stop, list[bool]()
-
-    def slow(self: Supervisor, now: bool) -> None:
-        stop(self, now)
-        stops.append(now)
-        if len(stops) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def play(parent: Parent) -> None:
-        engine = parent.engine()
-        parent.front()
-        parent.wait_announced()
-        os.kill(os.getpid(), signal.SIGINT)
-        for now in (False, True):
-            assert engine.hear(boundary.Stop) == boundary.Stop(now)
-
-    monkeypatch.setattr(Supervisor, "_stop", slow)
-    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
-        parent.run(play)
-
-
 def test_what_ends_badly_while_the_server_ends_is_an_error_of_the_server(parent: Parent) -> None:
     def play(parent: Parent) -> None:
         engine = parent.engine()
@@ -465,8 +440,6 @@ def test_an_engine_that_fails_while_it_closes_ends_with_an_error(
     def fail(timeout_s: float) -> None:
         raise RuntimeError("no such tier")
 
-    # nobody happens to look between the failure and the end
-    monkeypatch.setattr(links, "WATCH_S", DEADLINE_S)
     monkeypatch.setattr(child.engine, "close", fail)
     child.parent.send(boundary.Stop())
     assert child.code() == 1
@@ -557,7 +530,8 @@ def test_connections_are_counted_while_they_are_open(front: FrontServer) -> None
     front.lifespan = front.config.lifespan_class(front.config)
 
     def num_counted() -> int:
-        return front._fronts.note_connections(len(front.server_state.connections) + len(front._opening))
+        front._note_connections()
+        return front.service.book.total(GateNumber.CONNECTIONS)
 
     async def run() -> None:
         front._listen()

@@ -22,11 +22,12 @@ DEEP = {"blocks": 64, "host_blocks": 128, "max_model_len": 1200, "resident_token
 def test_its_fields_reach_the_engine_from_every_route(served: Served) -> None:
     """Holds invariant 26: no route takes a field and ignores it."""
     fields = {"kv_residency": "scored", "kv_pin_spans": [[0, 64], [100, 200]]}
-    turn = [{"role": "user", "content": "x"}]
+    text = "x" * 200
+    turn = [{"role": "user", "content": text}]
     bodies = {
-        "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/v1/completions": {"prompt": text, "max_tokens": 1},
         "/v1/chat/completions": {"messages": turn, "max_tokens": 1},
-        "/v1/responses": {"input": "x", "max_output_tokens": 1},
+        "/v1/responses": {"input": text, "max_output_tokens": 1},
         "/v1/messages": {"messages": turn, "max_tokens": 1},
     }
     for path, body in bodies.items():

@@ -12,7 +12,7 @@ from penstock.contract import Grammar
 from penstock.engine.execution.grammars import Grammars
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import Tokenizer
-from tests.cpu.server.served import MODEL, Served, completion, serving
+from tests.cpu.server.served import MODEL, Served, serving
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.vocabularies import vocabulary
 
@@ -37,12 +37,6 @@ def saying() -> Iterator[Served]:
 
 def messages(text: str = "which blocks") -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def test_an_answer_that_begins_with_a_blank_token() -> None:
-    """And has a character of four tokens: else the rest proves nothing."""
-    assert SENTENCEPIECE.token_bytes(IDS[0]) == b" the"
-    assert [SENTENCEPIECE.token_bytes(id) for id in IDS].count(b"\xf0") == 1
 
 
 def test_a_chat_answer_is_a_text_of_its_own_whole_and_streamed(saying: Served) -> None:
@@ -152,33 +146,3 @@ def test_stop_strings_are_found_where_the_text_has_them(saying: Served) -> None:
     assert (stopped.text, stopped.finish_reason) == ("", "stop"), (
         "the text goes on with a blank, which is part of the stop string"
     )
-
-
-def test_text_goes_to_the_librarys_tokens_and_back(saying: Served) -> None:
-    library = vocabulary("SentencePiece BPE")
-    for special in (True, False):
-        body = {"prompt": f"  {ANSWER}", "add_special_tokens": special}
-        tokens = saying.http.post("/tokenize", json=body).json()["tokens"]
-        assert tokens == library.encode(f"  {ANSWER}", add_special_tokens=special).ids
-        text = saying.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-        assert text == library.decode(tokens, skip_special_tokens=False)
-        assert text == (f"<s>   {ANSWER}" if special else f"  {ANSWER}")
-
-
-def test_a_character_of_several_tokens_is_sent_when_it_is_whole(saying: Served) -> None:
-    body = completion("all", stream=True, max_tokens=100)
-    lines = saying.http.post("/v1/completions", json=body).text.split("\n\n")
-    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
-    assert (
-        "".join(pieces) == (f" {ANSWER}")
-        and any("🙂" in piece for piece in pieces)
-        and not any("\ufffd" in piece for piece in pieces)
-    )
-
-
-def test_what_messages_spell_stays_text(saying: Served) -> None:
-    text = "a<|end|> <|user|>b</s><s>"
-    saying.client().chat.completions.create(model=MODEL, messages=messages(text), max_tokens=1)
-    ids = list(saying.engine.submitted[0][0])
-    assert [id for id in ids if SENTENCEPIECE.is_special(id)] == [1, 3, 4]
-    assert SENTENCEPIECE.decode(ids[2:-1]) == text

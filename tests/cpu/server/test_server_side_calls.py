@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import signal
+import json
 import socket
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -15,8 +17,8 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import schema, service
 from penstock.server.generate import encode_chat
-from penstock.server.run import HttpServer, bind
-from tests.cpu.server.served import Served, until
+from penstock.server.run import bind, server_here
+from tests.cpu.server.served import Served, service_of, serving
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -26,14 +28,14 @@ from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
     ids=["longer than a prompt", "as long as a prompt"],
 )
 def test_a_text_may_be_longer_than_a_prompt_and_is_bounded_all_the_same(
-    served: Served, monkeypatch: pytest.MonkeyPatch, context: int, side: int, most: int
+    monkeypatch: pytest.MonkeyPatch, context: int, side: int, most: int
 ) -> None:
-    monkeypatch.setattr(served.engine, "max_model_len", context)
     monkeypatch.setattr(service, "SIDE_TOKENS", side)
-    for path, name, item in (("/tokenize", "prompt", "x"), ("/detokenize", "tokens", [120])):
-        assert served.http.post(path, json={name: item * most}).status_code == 200
-        refused = served.http.post(path, json={name: item * (most + 1)})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+    with serving(ScriptedEngine(max_model_len=context)) as served:
+        for path, name, item in (("/tokenize", "prompt", "x"), ("/detokenize", "tokens", [120])):
+            assert served.http.post(path, json={name: item * most}).status_code == 200
+            refused = served.http.post(path, json={name: item * (most + 1)})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
 
 
 def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
@@ -46,35 +48,17 @@ def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
         gc.collect()
         said.clear()
         with pytest.raises(ConfigError, match="cannot listen"):
-            HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
+            server_here(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
         gc.collect()
         assert [
             str(warning.message) for warning in said if issubclass(warning.category, ResourceWarning)
         ] == []
 
 
-def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
-    """Whoever ran it cleans up afterwards, and a second signal must reach that."""
-    engine = ScriptedEngine()
-    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    with (
-        contextlib.closing(server._listener),
-        contextlib.suppress(ZeroDivisionError),
-        server.capture_signals(),
-    ):
-        assert [signal.getsignal(number) for number in numbers] == [server.handle_exit] * 2
-        raise ZeroDivisionError
-    assert [signal.getsignal(number) for number in numbers] == before
-
-
 def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -> None:
     """Whoever sends it requests is told to send no more; whoever restarts dead processes has no reason to."""
     assert served.http.get("/health").json() == {"status": "ready"}
-    assert served.service._bridge is not None
-    served.service._bridge._loop.call_soon_threadsafe(served.service.stop)
-    until(lambda: served.service.stopping, "the server stops")
+    served.service.stop()
     health, live = served.http.get("/health"), served.http.get("/live")
     assert (health.status_code, live.status_code) == (503, 200)
     assert health.json() == {"status": "unavailable", "reason": "the server is shutting down"}
@@ -93,23 +77,10 @@ def test_a_port_that_the_server_before_has_just_left_can_be_had_again() -> None:
         assert again.getsockname()[1] == port
 
 
-@pytest.mark.parametrize("shutdown_s", [0.0, 0.5, 20.0])
-def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_more(
-    shutdown_s: float,
-) -> None:
-    """Those who read are told by the engine's own deadline; both at once would be a race."""
-    engine = ScriptedEngine()
-    server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=shutdown_s))
-    with contextlib.closing(server._listener):
-        assert server.config.timeout_graceful_shutdown is not None
-        assert server.config.timeout_graceful_shutdown >= shutdown_s + service.CLOSE_GRACE_S > shutdown_s
-
-
 @pytest.mark.parametrize("allowed", [False, True])
 def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(allowed: bool) -> None:
     engine = ScriptedEngine(max_model_len=50)
-    config = ServerConfig(allow_special_tokens_in_text=allowed)
-    rules = service.Service(engine, ScriptedLoop(engine), config)
+    rules = service_of(ScriptedLoop(engine), allow_special_tokens_in_text=allowed)
     assert (rules.prompt_rules.most, rules.prompt_rules.special_in_text) == (50, allowed)
     assert (rules.side_rules.most, rules.side_rules.special_in_text) == (service.SIDE_TOKENS, allowed)
     asked: list[tuple[int, bool]] = []
@@ -134,3 +105,69 @@ def test_every_small_route_that_reads_a_text_takes_a_seat(served: Served, path: 
         and (f"its limit of {service.NUM_SIDE} concurrent tokenize and prefetch calls") in refused.text
     )
     assert served.http.post(path, json={}).status_code == 400  # there is a seat, and the body is read
+
+
+# ----------------------------------------------------------------------------------------------- what is warm
+
+
+PROGRAM = """
+import json, sys, threading, urllib.error, urllib.request
+sys.path[:0] = json.loads(sys.argv[1])
+from penstock.config import ServerConfig
+from penstock.server.run import server_here
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
+import http.client, urllib.response  # the client's own
+engine = ScriptedEngine()
+server = server_here(engine, ScriptedLoop(engine), ServerConfig(port=0))
+ready = threading.Event()
+whole = server.startup
+async def startup(sockets=None):
+    await whole(sockets)
+    ready.set()
+server.startup = startup
+thread = threading.Thread(target=server.run, daemon=True)
+thread.start()
+assert ready.wait(120)
+
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data=data, headers={"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+ask("/health")
+before, statuses = set(sys.modules), {}
+words = [{"role": "user", "content": "hello"}]
+asked = {
+    "completions": ("/v1/completions", {"model": engine.name, "prompt": "hello", "max_tokens": 2}),
+    "streamed": ("/v1/completions", {"model": engine.name, "prompt": "hello", "max_tokens": 2, "stream": True}),
+    "long": ("/v1/completions", {"model": engine.name, "prompt": "hello " * 4000, "max_tokens": 2}),
+    "chat": ("/v1/chat/completions", {"model": engine.name, "messages": words, "max_tokens": 2}),
+    "tokenize": ("/tokenize", {"model": engine.name, "prompt": "hello"}),
+    "detokenize": ("/detokenize", {"model": engine.name, "tokens": [1, 2]}),
+    "models": ("/v1/models", None),
+    "metrics": ("/metrics", None),
+    "stats": ("/cache/stats", None),
+    "refused": ("/v1/completions", {"model": "nobody", "prompt": 1}),
+    "unknown": ("/nowhere", None),
+}
+for name, (path, body) in asked.items():
+    statuses[name] = ask(path, body)[0]
+print(json.dumps({"imported": sorted(set(sys.modules) - before), "statuses": statuses}))
+"""  # noqa: E501
+
+
+def test_nothing_is_imported_under_a_request() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(sys.path)], capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = json.loads(ended.stdout.splitlines()[-1])
+    answered = {name: status for name, status in told["statuses"].items() if status < 400}
+    assert {"completions", "streamed", "chat", "tokenize", "models", "metrics"} <= set(answered), told[
+        "statuses"
+    ]
+    assert told["imported"] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -11,149 +10,97 @@ from typing import Any
 import pytest
 
 from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
-from penstock.engine.text import StopString
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
+from penstock.server.client import EngineClient
 from penstock.server.generate import RunningRequest, prompt_offsets, prompts_of
-from penstock.server.replies import (
-    ChoiceDelta,
-    ChoiceText,
-    CompletionReply,
-    Heading,
-    Prompt,
-    ScoredToken,
-    Wants,
-    usage_of,
-)
+from penstock.server.links import EngineService
+from penstock.server.replies import usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
-from penstock.server.service import Bridge, Generations, Rules
-from tests.support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
+from penstock.server.service import Generations, Rules
+from penstock.text.answer import ChoiceDelta, ChoiceText, Prompt, ScoredToken, Wants
+from penstock.text.stream import StopString
+from tests.support.scripted_engine import EOS, ScriptedEngine, ScriptedLoop, ScriptedTokenizer
 
 
-class CountingLoop:
-    """An event loop that runs nothing until it is told to."""
+class Hand:
+    """A client of an engine that the test steps by hand, both in this process."""
 
     def __init__(self) -> None:
-        self.calls: list = []
+        self.engine, self.gate = ScriptedEngine(), Gate(8, "things")
+        self.client = EngineClient(
+            EngineService(self.engine, ScriptedLoop(self.engine)).attach_here(), self.engine.tokenizer
+        )
+        self.client.start()
 
-    def call_soon_threadsafe(self, callback) -> None:
-        self.calls.append(callback)
-
-    def run(self) -> None:
-        calls, self.calls = self.calls, []
-        for callback in calls:
-            callback()
-
-
-def a_reading(engine: ScriptedEngine, bridge: Bridge, num: int, gate: Gate) -> Generations:
-    reading = Generations(engine, bridge, gate.take(num))
-    for index in range(num):
-        reading.submit(index, [1], SamplingParams(max_tokens=10), cache_salt="")
-    return reading
+    async def reading(self, num: int) -> Generations:
+        num_before = self.engine.num_open
+        reading = Generations(self.client, self.gate.take(num))
+        for index in range(num):
+            reading.submit(index, [1], SamplingParams(max_tokens=10), cache_salt="")
+        while self.engine.num_open < num_before + num:
+            await asyncio.sleep(0)
+        return reading
 
 
-def test_one_wake_up_carries_all_events_that_have_gathered() -> None:
-    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(100, "things")
-    bridge = Bridge(loop)
-    with a_reading(engine, bridge, 3, gate) as first, a_reading(engine, bridge, 2, gate) as second:
-        for _ in range(4):
-            engine.step(0.0)
-        assert len(loop.calls) == 1
-        loop.run()
-        assert {index: len(events) for index, events in asyncio.run(first.next_events()).items()} == {
-            0: 4,
-            1: 4,
-            2: 4,
-        }
-        assert {index: len(events) for index, events in asyncio.run(second.next_events()).items()} == {
-            0: 4,
-            1: 4,
-        }
-        engine.step(0.0)
-        assert len(loop.calls) == 1
-
-
-def test_an_event_that_comes_during_the_delivery_is_not_lost() -> None:
-    """The window: the inbox was read, the wake-up is not yet over. A post in it must arm the bridge again."""
-    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(100, "things")
-    bridge = Bridge(loop)
-    with a_reading(engine, bridge, 1, gate) as reading:
-        engine.step(0.0)
-        deliver = reading.deliver
-
-        def deliver_and_step(index: int, event: TokenEvent) -> None:
-            deliver(index, event)
-            if not loop.calls:
-                engine.step(0.0)
-
-        reading.deliver = deliver_and_step
-        loop.run()
-        assert len(loop.calls) == 1
-        del reading.deliver
-        loop.run()
-        assert sum(len(events) for events in asyncio.run(reading.next_events()).values()) == 2
-
-
-def test_events_of_many_threads_keep_their_order() -> None:
+def test_events_that_have_gathered_are_read_at_once_and_in_order() -> None:
     async def scenario() -> None:
-        bridge, engine, gate = Bridge(asyncio.get_running_loop()), ScriptedEngine(), Gate(8, "things")
-        with a_reading(engine, bridge, 8, gate) as reading:
-
-            def post(index: int) -> None:
-                for number in range(500):
-                    bridge.post(reading, index, TokenEvent("x", (number,)))
-
-            threads = [threading.Thread(target=post, args=(index,)) for index in range(8)]
-            for thread in threads:
-                thread.start()
-            seen: dict[int, list[int]] = {index: [] for index in range(8)}
-            while sum(map(len, seen.values())) < 8 * 500:
-                for index, events in (await asyncio.wait_for(reading.next_events(), 30)).items():
-                    seen[index] += [event.tokens[0] for event in events]
-            assert all(numbers == list(range(500)) for numbers in seen.values())
-            for thread in threads:
-                thread.join()
+        hand = Hand()
+        with await hand.reading(3) as first, await hand.reading(2) as second:
+            for _ in range(4):
+                hand.engine.step(0.0)
+            for reading, num in ((first, 3), (second, 2)):
+                events = await reading.next_events()
+                assert {index: len(some) for index, some in events.items()} == dict.fromkeys(range(num), 4)
+                assert all(bytes(event.tokens[0] for event in some) == b"choi" for some in events.values())
 
     asyncio.run(scenario())
 
 
 def test_a_seat_is_free_only_when_the_engine_has_ended_the_request_too() -> None:
-    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
-    bridge = Bridge(loop)
-    with a_reading(engine, bridge, 3, gate):
-        assert gate.taken == 3
-    assert gate.taken == 3, "the engine still runs them"
-    engine.step(0.0)
-    loop.run()
-    assert gate.taken == 0
-    assert not bridge.readings
-    assert engine.num_open == 0
+    async def scenario() -> None:
+        hand = Hand()
+        with await hand.reading(3):
+            assert hand.gate.taken == 3
+        assert hand.gate.taken == 3, "the engine still runs them"
+        while hand.engine.num_open:
+            hand.engine.step(0.0)
+        while hand.gate.taken:
+            await asyncio.sleep(0)
+        assert not hand.client.num_open
+
+    asyncio.run(scenario())
 
 
 # Holds invariant 11: a second last event changes nothing.
 def test_a_late_or_second_last_event_gives_no_seat_back_twice() -> None:
-    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
-    bridge = Bridge(loop)
-    with a_reading(engine, bridge, 2, gate) as reading:
-        bridge.end_all(FinishReason.ERROR, "gone")
-        assert all(
-            events[-1].finish is FinishReason.ERROR for events in asyncio.run(reading.next_events()).values()
-        )
-        for index in (0, 1, 1):
-            bridge.post(reading, index, TokenEvent("x", finish=FinishReason.CANCELLED))
-    loop.run()
-    assert gate.taken == 0
-    with gate.take(5):
-        assert gate.taken == 5
+    async def scenario() -> None:
+        hand = Hand()
+        with await hand.reading(2) as reading:
+            hand.client.give_up()
+            events = await reading.next_events()
+            assert [[event.finish for event in events[index]] for index in (0, 1)] == [
+                [FinishReason.ERROR]
+            ] * 2
+        while hand.engine.num_open:
+            hand.engine.step(0.0)
+        await asyncio.sleep(0.01)
+        assert hand.gate.taken == 0
+        with hand.gate.take(5):
+            assert hand.gate.taken == 5
+
+    asyncio.run(scenario())
 
 
 def test_a_failed_submit_holds_nothing() -> None:
-    loop, engine, gate = CountingLoop(), ScriptedEngine(), Gate(5, "things")
-    bridge = Bridge(loop)
-    with pytest.raises(InvalidRequest), Generations(engine, bridge, gate.take(2)) as reading:
-        reading.submit(0, [], SamplingParams(max_tokens=1), cache_salt="")
-    assert (gate.taken, bridge.readings, engine.num_open) == (0, set(), 0)
+    async def scenario() -> None:
+        hand = Hand()
+        with pytest.raises(InvalidRequest), Generations(hand.client, hand.gate.take(2)) as reading:
+            reading.submit(0, [], SamplingParams(max_tokens=1), cache_salt="")
+        assert (hand.gate.taken, hand.client.num_open, hand.engine.num_open) == (0, 0, 0)
+
+    asyncio.run(scenario())
 
 
 def test_a_gate_takes_all_or_none() -> None:
@@ -199,14 +146,6 @@ def test_scores_wait_until_their_text_is_certain() -> None:
     piece = choice.feed([event("cENDx"), event("more")])
     assert (piece.text, [token.token for token in piece.tokens], piece.finish) == ("c", [99], "stop")
     assert choice.num_tokens == len("aENbcEND")
-
-
-def test_what_was_held_back_comes_out_at_the_end() -> None:
-    choice = a_choice(stop=("END",), logprobs=0)
-    choice.feed([event("aEN")])
-    piece = choice.feed([event("", finish=FinishReason.STOP, stop_token=EOS)])
-    assert (piece.text, len(piece.tokens), piece.finish) == ("EN", 2, "stop")
-    assert choice.num_tokens == 4
 
 
 def test_a_torn_character_at_the_end_keeps_its_scores() -> None:
@@ -284,24 +223,6 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
         "kv_source": {"device": 16, "host": 0, "ssd": 0, "remote": 0, "computed": 11},
     }
     assert sum(details["kv_source"].values()) == usage["prompt_tokens"]
-
-
-def test_a_prompt_that_waits_while_another_of_its_request_runs_is_not_counted_as_cached() -> None:
-    """Where usage is told all the time, and some prompts have not begun."""
-    running, waiting = a_choice(), a_choice()
-    running.feed([event("a", source=KvSource(device=16, computed=4))])
-    usage = usage_of([Prompt([1] * 20), Prompt([1] * 7)], [running, waiting], 1)
-    assert usage["prompt_tokens"] == 27 and usage["prompt_tokens_details"]["cached_tokens"] == 16
-
-
-def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
-    reply = CompletionReply(
-        ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m")
-    )
-    never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
-    scores = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]
-    assert scores["token_logprobs"] == [-9999.0]
-    assert scores["top_logprobs"] == [{"b": 0.0, "a": -9999.0}]
 
 
 def test_seeds_of_choices_follow_each_other_and_wrap() -> None:

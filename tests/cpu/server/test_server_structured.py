@@ -54,13 +54,6 @@ def test_a_json_schema_is_kept_to_by_every_choice(server: Tiered) -> None:
         assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
 
 
-def test_a_stream_has_the_text_of_the_whole(server: Tiered) -> None:
-    chunks = list(ask(server, response_format=SCHEMA, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    check_point(text)
-    assert text == ask(server, response_format=SCHEMA).choices[0].message.content
-
-
 class Step(pydantic.BaseModel):
     """As programs describe what they want."""
 
@@ -111,18 +104,6 @@ def test_vllms_fields_mean_what_they_mean_there(server: Tiered, name: str) -> No
         .text,
     ):
         assert re.fullmatch(pattern, text), text
-
-
-def test_json_mode_gives_an_object_or_runs_out_of_tokens(server: Tiered) -> None:
-    choice = ask(server, response_format={"type": "json_object"}).choices[0]
-    assert choice.message.content.lstrip()[:1] == "{"
-    if choice.finish_reason == "stop":
-        assert isinstance(json.loads(choice.message.content), dict)
-
-
-def test_a_stop_string_still_ends_the_text(server: Tiered) -> None:
-    choice = ask(server, extra_body={"guided_regex": "[ab]{3}#[cd]{20}"}, stop="#").choices[0]
-    assert re.fullmatch("[ab]{3}", choice.message.content) and choice.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,6 @@ def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str)
         assert error(served.http.post("/v1/messages", json=asked)) == (400, "messages")
 
 
-def test_a_template_that_does_not_show_the_last_message_cannot_continue_it() -> None:
-    with serving(saying("21 C.", "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")) as served:
-        assert error(chat(served, messages=BEGUN, continue_final_message=True)) == (400, "messages")
-
-
 # --------------------------------------------------------------------------------------- Anthropic's thinking
 
 
@@ -205,17 +200,6 @@ def test_thinking_is_turned_on_and_off_by_the_template(thinking: dict[str, Any],
     with serving(saying("Yes.", SWITCHED)) as served:
         assert ask(served, thinking=thinking).json()["content"] == [{"type": "text", "text": "Yes."}]
         assert prompt_of(served).endswith(ends)
-
-
-def test_a_model_that_does_not_think_takes_any_thinking_and_has_no_block_of_it() -> None:
-    with serving(saying("Yes.", PLAIN)) as served:
-        for thinking in (
-            {"type": "enabled", "budget_tokens": 100},
-            {"type": "adaptive"},
-            {"type": "disabled"},
-        ):
-            reply = ask(served, thinking=thinking, output_config={"effort": "low"})
-            assert reply.json()["content"] == [{"type": "text", "text": "Yes."}]
 
 
 @pytest.mark.parametrize(
@@ -304,9 +288,3 @@ def test_anthropics_budget_makes_a_block_of_thinking_and_an_answer(server: Tiere
         and blocks[0]["thinking"]
         and blocks[1]["text"]
     )
-
-
-def test_a_model_that_does_not_reason_has_no_use_for_a_budget() -> None:
-    with tiered(host_blocks=0) as server:
-        plain, with_budget = (budgeted(server, budget)["choices"][0]["message"] for budget in (90, 5))
-        assert with_budget == plain

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from penstock.errors import DeadlineExceeded
-from tests.cpu.server.served import DEADLINE_S, Served, serving, until
-from tests.cpu.server.tiered_server import MODEL, NUM_HOST, PROMPT, Tiered, error_of, tiered
+from tests.cpu.server.served import DEADLINE_S, serving, until
+from tests.cpu.server.tiered_server import MODEL, NUM_HOST, Tiered, error_of, tiered
 from tests.support.gates import gates
 
 
@@ -42,23 +41,6 @@ def test_usage_tells_device_host_and_computed_tokens_apart(server: Tiered) -> No
         "kv_source": {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 6},
     }
     assert cold == again == restored
-
-
-def test_a_prompt_that_is_half_on_the_device_says_so(server: Tiered) -> None:
-    server.ask()
-    server.forget_the_device()
-    server.ask(PROMPT[:40])  # its two blocks are on the device again
-    _, split = server.ask()
-    assert split["kv_source"] == {"device": 32, "host": 32, "ssd": 0, "remote": 0, "computed": 6}
-    assert split["cached_tokens"] == 64
-
-
-def test_without_the_prefix_cache_every_hit_comes_from_host_memory() -> None:
-    with tiered(prefix_cache=False) as server:
-        _, cold = server.ask()
-        assert server.http.post("/cache/flush").status_code == 200
-        _, warm = server.ask()
-        assert (cold["cached_tokens"], warm["kv_source"]["host"], warm["kv_source"]["device"]) == (0, 64, 0)
 
 
 def test_echo_with_logprobs_computes_its_prompt_though_the_host_has_it(server: Tiered) -> None:
@@ -96,7 +78,7 @@ def test_a_flush_answers_when_saves_are_as_far_as_asked_for(server: Tiered, leve
 def test_a_flush_that_does_not_end_in_time_is_a_504_and_the_save_goes_on(
     server: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.server.service.FLUSH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("penstock.server.routes.FLUSH_S", 0.05)
     _, demotions = gates(server.engine)
     demotions.hold()
     server.ask()
@@ -107,22 +89,6 @@ def test_a_flush_that_does_not_end_in_time_is_a_504_and_the_save_goes_on(
         lambda: server.http.get("/cache/stats").json()["kv_blocks"]["host"]["idle"] == 4,
         "the save has landed",
     )
-
-
-def test_only_one_flush_waits_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def stuck(level: str, timeout_s: float) -> None:
-        entered.set()
-        assert leave.wait(DEADLINE_S)
-
-    monkeypatch.setattr(served.engine, "wait_flushed", stuck)
-    first = threading.Thread(target=lambda: served.http.post("/cache/flush"))
-    first.start()
-    assert entered.wait(DEADLINE_S)
-    assert served.http.post("/cache/flush").status_code == 429
-    leave.set()
-    first.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +143,6 @@ def test_a_reset_forgets_the_tier_that_it_names_and_no_other(
     assert {name: found[name] for name in source} == source
 
 
-def test_a_reset_without_a_tier_forgets_all(server: Tiered) -> None:
-    server.ask()
-    server.http.post("/cache/flush")
-    assert server.http.post("/cache/reset").json()["by_tier"] == {"device": 4, "host": 4}
-
-
 # ------------------------------------------------------------------------------------- statistics and metrics
 
 
@@ -201,30 +161,6 @@ def test_statistics_tell_the_tiers_apart_and_each_adds_up(server: Tiered) -> Non
     num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
     assert stats["traffic"]["bytes"] == {"device to host": num_bytes, "host to device": num_bytes}
     assert stats["traffic"]["leases_open"] == 0
-
-
-def test_no_metric_of_the_tiers_reads_zero_after_a_host_hit(server: Tiered) -> None:
-    server.ask()
-    server.forget_the_device()
-    server.ask()
-    until(lambda: not server.engine.is_transferring(), "nothing is on its way")
-    seen = server.scrape()
-    down, up = (("dst", "host"), ("src", "device")), (("dst", "device"), ("src", "host"))
-    num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
-    for route in (down, up):
-        assert seen["penstock_transfer_bytes_total", route] == num_bytes
-        assert (
-            seen["penstock_transfer_seconds_count", route] >= 1
-            and seen["penstock_transfer_seconds_sum", route] > 0
-        )
-        assert seen["penstock_transfers_inflight", route] == 0
-    assert seen["penstock_prompt_tokens_total", (("source", "host"),)] == 64
-    assert seen["penstock_kv_blocks", (("state", "idle"), ("tier", "host"))] == 4
-    assert seen["penstock_leases_open", ()] == 0
-    for where in ("result", "save", "settle"):
-        assert seen["penstock_engine_blocked_seconds_total", (("where", where),)] > 0
-    assert seen["penstock_requests", (("state", "loading"),)] == 0
-    assert "penstock_load_exposed_seconds_total" in server.http.get("/metrics").text
 
 
 def test_transfers_in_flight_and_loading_requests_are_seen_while_they_last(server: Tiered) -> None:
@@ -259,28 +195,3 @@ def test_failures_and_skipped_saves_are_counted_and_change_no_answer() -> None:
         assert (
             server.scrape()["penstock_transfer_failures_total", (("reason", "copy"), ("tier", "host"))] == 1
         )
-
-
-def test_retractions_and_the_time_to_come_back_are_measured() -> None:
-    with tiered(blocks=8, overcommit=4.0) as server:
-        prompts = [[start + 5 * i % 400 for i in range(30)] for start in (1, 40, 80)]
-        threads = [
-            threading.Thread(target=server.ask, args=(prompt,), kwargs={"max_tokens": 40})
-            for prompt in prompts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        seen = server.scrape()
-        assert seen["penstock_retractions_total", ()] > 0
-        assert seen["penstock_resume_seconds_count", ()] == seen["penstock_retractions_total", ()]
-        assert seen["penstock_resume_seconds_sum", ()] > 0
-
-
-def test_a_deadline_is_an_answer_of_its_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(level: str, timeout_s: float) -> None:
-        raise DeadlineExceeded("not in time")
-
-    monkeypatch.setattr(served.engine, "wait_flushed", late)
-    assert error_of(served.http.post("/cache/flush"))["message"] == "not in time"

@@ -12,7 +12,6 @@ import pytest
 
 from penstock.models.chat import ChatTemplate
 from penstock.server.schema import ChatBody
-from penstock.server.tools import MAX_DEPTH, is_deep
 from tests.cpu.server.served import MODEL, serving
 from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
 from tests.cpu.server.tiered_server import Tiered, tiered
@@ -126,16 +125,6 @@ def test_without_tools_or_with_none_a_call_is_text() -> None:
         assert len(prompts) == 1 and b"weather" not in prompts.pop()
 
 
-def test_an_answer_that_calls_nothing_is_content() -> None:
-    with serving(saying("It is < 5 degrees.")) as served:
-        (choice,) = served.client().chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS).choices
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
-            "It is < 5 degrees.",
-            None,
-            "stop",
-        )
-
-
 def conversation(first: Any) -> list[Any]:
     """As a client sends it back: our own message, and the result."""
     return [
@@ -186,13 +175,6 @@ def test_a_call_with_half_a_surrogate_pair_is_given_out_and_taken_back() -> None
             create(model=MODEL, messages=conversation(first), tools=TOOLS).choices[0].finish_reason
             == "tool_calls"
         )
-
-
-def test_arguments_that_are_nested_are_an_object_up_to_the_limit() -> None:
-    assert not is_deep(json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)) and is_deep(
-        json.loads("[" * MAX_DEPTH + "[]" + "]" * MAX_DEPTH)
-    )
-    assert is_deep({"a": [1, json.loads('{"a":' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH)]}) and not is_deep(None)
 
 
 def test_a_template_that_knows_no_tools_is_told_of_them_in_the_system_message() -> None:
@@ -332,13 +314,6 @@ def test_arguments_may_be_made_of_themselves_also_where_one_of_several_tools_has
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-def test_a_named_tool_is_called_with_arguments_that_fit_its_schema(server: Tiered) -> None:
-    for choice in force(server, NAMED, n=3).choices:
-        ((name, arguments),) = calls_of(choice.message)
-        assert name == "weather" and choice.finish_reason == "tool_calls" and choice.message.content is None
-        check_weather(arguments)
-
-
 def test_required_calls_one_of_the_tools_or_several(server: Tiered) -> None:
     for choice in force(server, "required", n=4).choices:
         calls = calls_of(choice.message)
@@ -348,15 +323,6 @@ def test_required_calls_one_of_the_tools_or_several(server: Tiered) -> None:
             check_weather(arguments)
     (one,) = calls_of(force(server, "required", parallel_tool_calls=False).choices[0].message)
     check_weather(one[1])
-
-
-def test_forced_calls_are_streamed_as_they_come(server: Tiered) -> None:
-    chunks = list(force(server, NAMED, stream=True))
-    text, ((name, arguments),), finish = gathered(chunks)
-    assert (text, name, finish) == ("", "weather", "tool_calls")
-    check_weather(json.loads(arguments))
-    assert sum(bool(chunk.choices and chunk.choices[0].delta.tool_calls) for chunk in chunks) > 5
-    assert calls_of(force(server, NAMED).choices[0].message) == [("weather", json.loads(arguments))]
 
 
 def test_forced_calls_have_only_the_arguments_that_their_tool_has(server: Tiered) -> None:
@@ -475,15 +441,6 @@ def test_beside_a_form_what_has_to_be_called_is_called_and_none_calls_nothing(se
         server, "auto", n=8, **{**asked, "response_format": {"type": "json_object"}}, max_tokens=64
     ).choices
     assert all(choice.message.tool_calls or choice.message.content.startswith("{") for choice in free)
-
-
-def test_what_is_streamed_beside_a_form_is_what_the_whole_answer_has(server: Tiered) -> None:
-    for seed in range(6):
-        asked: Any = {"response_format": FORM, "tools": TOOLS, "seed": seed, "parallel_tool_calls": False}
-        message = force(server, "auto", **asked).choices[0].message
-        text, calls, finish = gathered(force(server, "auto", stream=True, **asked))
-        assert text == (message.content or "") and finish == ("tool_calls" if calls else "stop")
-        assert [(name, json.loads(arguments)) for name, arguments in calls] == calls_of(message)
 
 
 def test_a_tool_whose_schema_cannot_be_met_beside_a_form_is_refused_and_a_large_one_is_too(

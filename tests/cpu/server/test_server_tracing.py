@@ -170,9 +170,9 @@ def test_a_collector_that_is_not_there_keeps_nobody_waiting() -> None:
 def test_nothing_of_it_is_imported_without_the_flag() -> None:
     """In a process of its own: the client of these tests has it imported already."""
     program = (
-        "import sys; from penstock.config import ServerConfig; from penstock.server.app import make_app; "
+        "import sys; from penstock.config import ServerConfig; from penstock.server.run import server_here; "
         "import penstock.cli\nfrom tests.support.scripted_engine import ScriptedEngine, ScriptedLoop\n"
-        "engine = ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\n"
+        "engine = ScriptedEngine(); server_here(engine, ScriptedLoop(engine), ServerConfig(port=0))\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

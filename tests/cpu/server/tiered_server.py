@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config import ServerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.server.run import HttpServer
+from penstock.server.run import server_here
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.server.served import DEADLINE_S, until
 from tests.support.driving import tiny_config
@@ -55,7 +55,7 @@ class Tiered:
 @contextlib.contextmanager
 def tiered(server: dict[str, Any] | None = None, **settings: Any) -> Iterator[Tiered]:
     engine, sanitizer = build_sanitized(tiny_config(MODEL, **{"host_blocks": NUM_HOST, **settings}))
-    served = HttpServer(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0, **(server or {})))
+    served = server_here(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0, **(server or {})))
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     until(lambda: served.started, "the server is up")

@@ -305,18 +305,6 @@ def test_a_response_is_gone_on_from_at_whichever_front(two: Running) -> None:
             assert (status, missing["error"]["code"]) == (404, "response_not_found")
 
 
-def test_cache_calls_work_from_every_front(two: Running) -> None:
-    one, other = (two.connect(front) for front in two.children("front"))
-    with contextlib.closing(one), contextlib.closing(other):
-        fields = {**SHORT, "prompt": "Once upon a time, " * 8, "session_id": "s"}
-        assert ask(one, "/v1/completions", fields)[0] == 200
-        assert ask(other, "/v1/completions", fields)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        assert post(other, "/cache/flush", {}).read() == b'{"level":"visible"}'
-        assert json.loads(post(one, "/cache/reset", {}).read())["evicted_blocks"] > 0
-        assert ask(other, "/cache/prefetch", {"session_id": "s"})[0] == 200
-        assert ask(other, "/cache/prefetch", {"session_id": "t"})[0] == 404
-
-
 def test_a_schema_is_compiled_in_the_engine_and_an_impossible_one_is_refused_before_the_stream_begins(
     two: Running,
 ) -> None:

@@ -170,64 +170,6 @@ def test_echo_scores_the_prompt_as_generation_scored_it(client: openai.OpenAI) -
     )
 
 
-def test_seeds_make_choices_repeatable_and_different(client: openai.OpenAI) -> None:
-    ask = {
-        "model": MODEL,
-        "prompt": "My favourite animal is",
-        "temperature": 1.5,
-        "max_tokens": 8,
-        "n": 3,
-        "seed": 11,
-    }
-    first = [choice.text for choice in client.completions.create(**ask).choices]
-    assert [choice.text for choice in client.completions.create(**ask).choices] == first
-    assert len(set(first)) > 1
-    second = client.completions.create(**{**ask, "n": 1, "seed": 12}).choices[0].text
-    assert second == first[1]
-
-
-def test_a_stop_string_ends_a_choice(client: openai.OpenAI) -> None:
-    ask = {"model": MODEL, "prompt": FRANCE, "temperature": 0, "max_tokens": 40}
-    free = client.completions.create(**ask).choices[0].text
-    stop = free[10:14]
-    stopped = client.completions.create(**ask, stop=[stop]).choices[0]
-    assert (stopped.text, stopped.finish_reason) == (free[: free.index(stop)], "stop")
-
-
-def test_text_survives_tokenising_and_back(http: httpx.Client) -> None:
-    text = "<|im_start|>user\nnaïve 東京 🙂<|im_end|>"
-    tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
-    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == text
-    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert (
-        "<|im_start|>assistant" in http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
-    )
-
-
-def test_tokens_are_conserved_between_usage_and_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
-    wait_idle(http)
-    before = (
-        samples(http, "penstock_prompt_tokens_total"),
-        samples(http, "penstock_generated_tokens_total")[""],
-    )
-    usages = [
-        client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=5, temperature=0, extra_body={"ignore_eos": True}
-        ).usage
-        for prompt in (STORY, STORY, "something else")
-    ]
-    wait_idle(http)
-    after = (
-        samples(http, "penstock_prompt_tokens_total"),
-        samples(http, "penstock_generated_tokens_total")[""],
-    )
-    grown = {source: value - before[0].get(source, 0) for source, value in after[0].items()}
-    assert sum(grown.values()) == sum(usage.prompt_tokens for usage in usages)
-    assert grown["device"] == sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
-    assert after[1] - before[1] == sum(usage.completion_tokens for usage in usages) == 15
-    assert samples(http, "penstock_ttft_seconds_count")[""] >= 3
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_hang_up_frees_blocks_and_rows(server_url: str, http: httpx.Client, stream: bool) -> None:
     async def leave() -> None:
@@ -249,68 +191,6 @@ def test_a_hang_up_frees_blocks_and_rows(server_url: str, http: httpx.Client, st
     asyncio.run(leave())
     wait_idle(http)
     assert samples(http, "penstock_generated_tokens_total")[""] - generated < 1000
-
-
-def test_two_hundred_clients_of_which_half_hang_up(server_url: str, http: httpx.Client) -> None:
-    port = int(server_url.rsplit(":", 1)[1])
-
-    async def one(number: int) -> int | None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        leaves = number % 2 == 1
-        length = 1000 if leaves else 3
-        body = json.dumps(
-            {"model": MODEL, "prompt": f"Number {number} is", "max_tokens": length, "stream": number % 4 < 2}
-        ).encode()
-        writer.write(
-            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n")
-            % len(body)
-            + body
-        )
-        await writer.drain()
-        if leaves:
-            if number % 4 == 1:
-                await reader.readline()
-            writer.close()
-            return None
-        answer = await reader.read()
-        writer.close()
-        return int(answer.split()[1])
-
-    async def all_of_them() -> list[int | None]:
-        return await asyncio.wait_for(asyncio.gather(*map(one, range(200))), DEADLINE_S * 3)
-
-    statuses = [status for status in asyncio.run(all_of_them()) if status is not None]
-    assert statuses == [200] * 100
-    wait_idle(http)
-    assert http.get("/health").status_code == 200
-
-
-def test_bad_input_is_refused_and_the_server_goes_on(client: openai.OpenAI, http: httpx.Client) -> None:
-    for fields, param in [
-        ({"prompt": STORY * 40}, "prompt"),
-        ({"prompt": "x", "max_tokens": 100_000}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [49152]}, "prompt"),
-        ({"prompt": "x", "temperature": "hot"}, "temperature"),
-        ({"prompt": "x", "nonsense": 1}, "nonsense"),
-    ]:
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.post("/completions", body={"model": MODEL, **fields}, cast_to=object)
-        assert refused.value.param == param
-    assert http.post("/v1/completions", content=b"{").status_code == 400
-    assert http.post("/v1/completions", content=b'"' + b"x" * 10_000_000).status_code == 413
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt-4", prompt="x")
-    wait_idle(http)
-    assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage.completion_tokens == 1
-
-
-def test_probes_and_cache_statistics(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ready"}
-    assert http.get("/live").json() == {"status": "live"}
-    device = http.get("/cache/stats").json()["kv_blocks"]["device"]
-    assert device["total"] == 512 == sum(count for state, count in device.items() if state != "total")
 
 
 def test_a_signal_lets_a_stream_end_and_the_process_with_it(start_server: Callable[..., tuple]) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.engine import text as text_module
-from penstock.engine.text import StopString, TextStream
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
+from penstock.text import stream as text_module
+from penstock.text.stream import StopString, TextStream
 from tests.support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
@@ -109,12 +109,6 @@ def test_deltas_of_any_real_tokens_in_any_pushes_join_to_the_decoded_whole(
     assert streamed(REAL, cut(ids, cuts)) == (REAL.decode(ids), False)
 
 
-@given(st.text(max_size=60), st.lists(st.integers(0, 100), max_size=8))
-@also(("", []), ("a\u00e9\U0001f642\ufffd\x00", list(range(20))), ("<|im_end|> is only text", [3]))
-def test_deltas_of_encoded_text_join_to_the_text(text: str, cuts: list[int]) -> None:
-    assert streamed(REAL, cut(REAL.encode(text), cuts)) == (REAL.decode(REAL.encode(text)), False)
-
-
 @given(st.lists(st.integers(0, 255), max_size=30), st.lists(st.integers(0, 100), max_size=8))
 @also(
     ([0xE2, 0x82, 0x41], []),
@@ -124,16 +118,6 @@ def test_deltas_of_encoded_text_join_to_the_text(text: str, cuts: list[int]) -> 
 )
 def test_deltas_of_any_bytes_join_to_the_decoded_whole(ids: list[int], cuts: list[int]) -> None:
     assert streamed(BYTES, cut(ids, cuts)) == (BYTES.decode(ids), False)
-
-
-@given(st.text(max_size=30))
-@also(("",), ("\u00e9",), ("a\u20acb",), ("\U0001f642\U0001f642",), ("\ufffd",))
-def test_no_delta_holds_half_a_character(text: str) -> None:
-    stream = TextStream(BYTES)
-    so_far = ""
-    for id in BYTES.encode(text):
-        so_far += stream.push([id]).text
-        assert text.startswith(so_far)
 
 
 @given(
@@ -184,50 +168,6 @@ def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds()
             ]
             stop = text_module.StopString(text)
             assert [stop._border(end) for end in range(length, 0, -1)] == expected[::-1], text
-
-
-def test_holding_nothing_back_would_leak_half_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that the tests above would show."""
-    assert TextStream(BYTES, [StopString("stop")]).push(BYTES.encode("it st")).text == "it "
-    monkeypatch.setattr(text_module.StopString, "advance", lambda self, matched, character: 0)
-    assert TextStream(BYTES, [StopString("stop")]).push(BYTES.encode("it st")).text == "it st"
-
-
-@TOKENIZERS
-def test_a_stop_string_that_does_not_complete_is_given_back(tokenizer: Tokenizer | ByteTokenizer) -> None:
-    stream = TextStream(tokenizer, [StopString("\n\nUser:")])
-    first = stream.push(tokenizer.encode("Hello\n\nUs"))
-    assert first.text == "Hello" and not first.stopped
-    assert stream.push(tokenizer.encode("ually")).text == "\n\nUsually"
-    assert stream.finish() == ""
-
-
-@TOKENIZERS
-def test_what_is_held_at_the_end_is_handed_out_by_finish_once(tokenizer: Tokenizer | ByteTokenizer) -> None:
-    stream = TextStream(tokenizer, [StopString("stop")])
-    assert stream.push(tokenizer.encode("a sto")).text == "a "
-    assert stream.finish() == "sto"
-    assert stream.finish() == ""
-
-
-def test_an_unfinished_character_at_the_end_becomes_a_replacement_character() -> None:
-    stream = TextStream(BYTES)
-    assert stream.push([0x61, 0xF0, 0x9F]).text == "a"
-    assert stream.finish() == "\ufffd"
-
-
-def test_a_stop_string_may_lie_inside_one_token_or_across_many() -> None:
-    ids = REAL.encode("one two three")
-    assert len(ids) == 3
-    assert streamed(REAL, [ids], ("wo th",)) == ("one t", True)
-    assert streamed(REAL, [[id] for id in ids], ("hre",)) == ("one two t", True)
-
-
-def test_nothing_follows_a_stop_string() -> None:
-    stream = TextStream(BYTES, [StopString("b")])
-    assert stream.push(BYTES.encode("abc")) == ("a", True, (0, 1))
-    assert stream.push(BYTES.encode("def")) == ("", True, ())
-    assert stream.finish() == ""
 
 
 def test_special_tokens_have_no_text_but_an_offset() -> None:

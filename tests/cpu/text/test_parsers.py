@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.server.tool_parsers import READERS, MessageParser, calls_or_content, named_call, thinking
+from penstock.text.parsers import READERS, MessageParser, calls_or_content, named_call, thinking
 
 
 class Message(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.text import StopString, TextStream
+from penstock.text.stream import StopString, TextStream
 
 
 class Bytes:
@@ -42,13 +42,6 @@ def test_a_stop_string_that_half_a_character_completes_ends_the_text() -> None:
     assert stream.finish() == "" and stream.push(b"c") == ("", True, ())
 
 
-def test_special_tokens_neither_end_nor_break_a_character() -> None:
-    stream = TextStream(Bytes(), ())
-    first = stream.push([0xE2, 300, 0x82])
-    assert first == ("", False, (0, 0, 0))
-    assert stream.push([0xAC, 300, 0x61]) == ("€a", False, (0, 1, 1))
-
-
 def test_a_token_that_breaks_a_character_starts_behind_what_becomes_of_it() -> None:
     stream = TextStream(Bytes(), ())
     assert stream.push([0x61, 0xE2, 0x62]) == ("a\ufffdb", False, (0, 1, 2))
@@ -84,21 +77,3 @@ def test_tokens_count_as_shown_where_their_whole_text_is_out(data: bytes, stop: 
             stream.push(data[first : first + at_once])
         stream.finish()
         assert stream.num_shown == num_shown
-
-
-def test_what_is_held_back_does_not_count_as_shown_yet() -> None:
-    stream = TextStream(Bytes(), [StopString("STOP")])
-    shown = []
-    for byte in b"aSTx\xc3\xa9":
-        stream.push([byte])
-        shown.append(stream.num_shown)
-    assert shown == [1, 1, 1, 4, 4, 6]
-
-
-def test_a_token_that_is_shown_in_part_does_not_count() -> None:
-    class Words(Bytes):
-        def token_bytes(self, id: int, first: bool = False) -> bytes:
-            return (b"one ", b"two\n\nthree", b"\nfour")[id]
-
-    stream = TextStream(Words(), [StopString("\n\n")])
-    assert stream.push([0, 1, 2]).text == "one two" and stream.num_shown == 1
