@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.run import random_prompts
-from penstock.commands.arguments import config_of, engine_flags
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.flags import config_of, engine_flags
 
 STEADY = 8  # tokens of every running request before prompts arrive
 

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from penstock.config import LoraConfig
 from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
+from penstock.flags import config_of, engine_flags
 
 LIMIT_S = 300.0
 OUTPUT = 8
@@ -136,7 +137,7 @@ def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, Se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(several=True)])
+    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(LoraConfig)])
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--rounds",

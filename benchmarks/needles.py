@@ -22,11 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.arguments import Parser, config_of, counts, engine_flags, new_file, positive
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, PenstockError, StepFailed
+from penstock.flags import Parser, config_of, counts, engine_flags, new_file, positive
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 
 WARM_TOKENS = 2048

@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from penstock.config import LoraConfig
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.flags import config_of, engine_flags
 
 Chat = tuple[list[int], int]  # prompt, length of the answer
 NEVER = ("\x00never\x00",)  # a stop string: the engine does not know how long the answer will be
@@ -95,7 +96,7 @@ def measure(engine: Engine, route: str, args: argparse.Namespace, is_open: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(False)])
+    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(LoraConfig)])
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--chats", type=int, default=4, help="of each client, on average")
     parser.add_argument("--prompt-tokens", type=int, default=64)

@@ -16,10 +16,11 @@ import statistics
 import time
 from pathlib import Path
 
-from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from penstock.config import LoraConfig
 from penstock.contract import Grammar, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.flags import config_of, engine_flags
 
 NUM_REQUESTS = 32
 SCHEMA = {
@@ -55,7 +56,7 @@ def step_s(engine: Engine, num_constrained: int, num_tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(False)])
+    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(LoraConfig)])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

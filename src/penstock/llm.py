@@ -23,11 +23,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
-from penstock.commands.answer import Answer
-from penstock.commands.arguments import Parser, config_of, engine_flags, lora_flag
-from penstock.commands.hub import fetched
-from penstock.commands.progress import ProgressBar
-from penstock.config import Config
+from penstock.answer import Answer
 from penstock.contract import (
     Adapter,
     KvSource,
@@ -40,7 +36,10 @@ from penstock.contract import (
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
+from penstock.flags import config_from
+from penstock.models.hub import fetched
 from penstock.models.progress import Progress, silent
+from penstock.progress import ProgressBar
 
 Message = Mapping[str, Any]  # "role" and "content"
 Prompt = str | Sequence[int]  # text, or token ids
@@ -78,7 +77,7 @@ class LLM:
         """`options` are the flags of `penstock serve` that concern the engine, with underscores:
         `max_model_len=4096`, `kv_offload_ssd_dir="/var/cache/penstock"`, `no_prefix_cache=True`,
         `lora=["name=DIR"]`. Raises ConfigError."""
-        config = _config(model, options)
+        config = config_from({"model": model or None, **options})
         with contextlib.ExitStack() as stack:
             progress: Progress = stack.enter_context(ProgressBar()) if show_progress else silent
             self._engine = build(fetched(config), progress)
@@ -347,21 +346,3 @@ async def _async_pieces(answer: Answer) -> AsyncIterator[str]:
             yield piece
     finally:
         answer.cancel()
-
-
-def _config(model: str, options: Mapping[str, Any]) -> Config:
-    """Through the command-line parser, so that names, defaults and errors are the same."""
-    arguments = ["--model", model] if model else []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments += [flag] if value else ["--no-" + flag[2:]] if name == "kv_offload" else []
-        elif isinstance(value, (list, tuple)):
-            arguments += [part for one in value for part in (flag, str(one))]
-        elif value is not None:
-            arguments += [flag, str(value)]
-    return config_of(
-        Parser(parents=[engine_flags(), lora_flag(several=True)], add_help=False, prog="LLM").parse_args(
-            arguments
-        )
-    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from penstock.answer import load_engine
 from penstock.bench.agents import AgentsBench
 from penstock.bench.agents_replay import ServerAddress
 from penstock.bench.deep import DeepBench
@@ -27,11 +28,10 @@ from penstock.bench.run import Bench, scratch_ssd
 from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.bench.ttft import RestartBench
-from penstock.commands.answer import load_engine
-from penstock.commands.progress import ProgressBar
 from penstock.config import Config
 from penstock.engine.loop import settle_process
 from penstock.errors import PenstockError
+from penstock.progress import ProgressBar
 
 # they warn about every failure in a tier, and a soak causes failures on purpose
 DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")

@@ -14,10 +14,10 @@ from typing import Literal
 from rich.console import Console
 
 from penstock.bench.report import print_table
-from penstock.commands.progress import ProgressBar
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd import survey
 from penstock.kv.tiers.ssd.survey import SnapshotSurvey, SpaceSurvey, Survey
+from penstock.progress import ProgressBar
 
 MOST_LINES = 20  # of damage shown; the JSON file has all of it
 NUM_DIGITS = 12  # of a space's digest: enough to tell a few apart

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.answer import Answer, given_adapter, running_engine
+from penstock.answer import Answer, given_adapter, running_engine
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.engine.engine import Engine

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from socket import socket
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.commands.hub import fetched, hub_name
 from penstock.config import GIB, Config, ServerConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.models.hub import fetched, hub_name
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -36,10 +36,10 @@ _PR_SET_PDEATHSIG = 1
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
+def serve(config: Config, server: ServerConfig) -> int:
     """What is missing, taken or too large is said before the weights are read."""
     run = _server()
-    set_up_logs(logs)
+    set_up_logs(server.log_level, server.log_format)
     with run.bind(server) as listener:
         name = hub_name(config.source.model)
         if name is not None and not server.served_names:
@@ -49,12 +49,14 @@ def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
             return _serve_here(config, server, listener, run)
         from penstock.server.supervise import Supervisor
 
-        return Supervisor(config, server, (logs.level, logs.format), listener, child_command).run()
+        return Supervisor(
+            config, server, (server.log_level, server.log_format), listener, child_command
+        ).run()
 
 
 def _serve_here(config: Config, server: ServerConfig, listener: socket, run: ModuleType) -> int:
     """Engine and HTTP in this process."""
-    from penstock.commands.answer import load_engine, start_loop
+    from penstock.answer import load_engine, start_loop
     from penstock.engine.build import check_ahead
     from penstock.engine.loop import EngineLoop
 
@@ -75,7 +77,7 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
 
 def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     """In the engine's process. Fronts are started while it loads."""
-    from penstock.commands.answer import load_engine, start_loop
+    from penstock.answer import load_engine, start_loop
     from penstock.engine.build import check_ahead, device_for
     from penstock.engine.loop import EngineLoop
     from penstock.server.boundary import Starting, unpacked
@@ -143,11 +145,6 @@ def _server() -> ModuleType:
 # -------------------------------------------------------------------------------------------------- log lines
 
 
-class LogSettings(NamedTuple):
-    level: str = "info"
-    format: Literal["text", "json"] = "text"
-
-
 class JsonLines(logging.Formatter):
     """One JSON object a line. A record's `fields` are fields of it, instead of text that would have to be
     taken apart again."""
@@ -162,10 +159,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up_logs(settings: LogSettings) -> None:
+def set_up_logs(level: str, format: str) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if settings.format == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=settings.level.upper(), handlers=[handler])
+    handler.setFormatter(JsonLines() if format == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 # -------------------------------------------------------------------------------------------------- processes
@@ -192,7 +189,7 @@ def run_child(argv: Sequence[str]) -> int:
                     f"the parent speaks version {setup.version} of the protocol, and this process "
                     f"{boundary.VERSION}"
                 )
-            set_up_logs(LogSettings(*setup.logs))  # type: ignore[arg-type]
+            set_up_logs(*setup.logs)
         if kind == "engine" and isinstance(setup, boundary.EngineSetup):
             return run_engine(setup, parent)
         if kind == "front" and isinstance(setup, boundary.FrontSetup):

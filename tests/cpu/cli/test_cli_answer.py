@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.commands import answer as answer_module
-from penstock.commands.answer import Answer, Figures, running_engine
+from penstock import answer as answer_module
+from penstock.answer import Answer, Figures, running_engine
 from penstock.commands.chat import _fitting
-from penstock.commands.progress import ProgressBar
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.errors import EngineClosed, StepFailed
 from penstock.models.tokenizer import ByteTokenizer
+from penstock.progress import ProgressBar
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ class _Ending:
 @pytest.mark.parametrize("tokens", [(), (65,), (65, 66)])
 def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text(tokens, monkeypatch):
     now = iter(range(100, 200))
-    monkeypatch.setattr("penstock.commands.answer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr("penstock.answer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     answer = Answer(_Ending(*tokens), [1, 2], _greedy(5))
     assert "".join(answer.pieces()) == bytes(tokens).decode()
     figures = answer.figures()
@@ -275,7 +275,7 @@ def test_figures_say_which_tier_served_the_prompt(source, said):
 
 def test_without_a_terminal_only_long_stages_are_spoken_of(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.progress.time.monotonic", lambda: now[0])
     with ProgressBar() as bar:
         for seconds, stage, done in (
             (0, "short", 0),

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock.commands import vllm_flags
-from penstock.commands.arguments import config_of, sampling_of
-from penstock.commands.serve import LogSettings
 from penstock.config import (
     Config,
     EngineConfig,
@@ -26,6 +23,7 @@ from penstock.config import (
     ServerConfig,
 )
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
+from penstock.flags import VLLM, config_of, instead_of, sampling_of
 
 WITH_ENGINE = (
     ("serve",),
@@ -181,7 +179,11 @@ def test_a_flag_like_none_of_ours_gets_no_suggestion(penstock):
 
 def test_the_page_on_vllm_has_the_table_that_the_messages_come_from():
     page = (Path(__file__).parents[3] / "docs" / "coming-from-vllm.md").read_text()
-    assert f"\n\n{vllm_flags.table()}\n\n" in page
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in names.split())} | {text} |" for names, text in VLLM.items()
+    ]
+    table = "\n".join(["| vLLM | here |", "|---|---|", *rows])
+    assert f"\n\n{table}\n\n" in page
 
 
 def test_no_flag_of_ours_is_taken_for_vllms():
@@ -191,7 +193,7 @@ def test_no_flag_of_ours_is_taken_for_vllms():
         for parser in (action.choices or {}).values()
         for flag in parser._option_string_actions
     }
-    assert "--max-batch" in known and not [flag for flag in known if vllm_flags.ours(flag) is not None]
+    assert "--max-batch" in known and not [flag for flag in known if instead_of(flag) is not None]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -256,7 +258,7 @@ def test_every_engine_flag_reaches_the_config():
     assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7, positions=100),
         KvConfig(32, 0.5, None, False),
-        EngineConfig(100, 3, 64, 2.0, "fifo", 5.0, False, 7, prefill_chunk_ms=80.0),
+        EngineConfig(100, 3, 64, 80.0, 2.0, "expected", "fifo", 5.0, False, 7),
         OffloadConfig(
             True,
             2.5,
@@ -311,7 +313,7 @@ def test_without_that_care_the_parser_would_echo_it(penstock, monkeypatch):
 
 
 def test_an_error_that_repeats_the_url_is_shown_without_its_password(penstock, monkeypatch):
-    def fail(config, server, level):
+    def fail(config, server):
         raise StoreFailed(f"nobody answers at {config.offload.remote}")
 
     monkeypatch.setattr("penstock.commands.serve.serve", fail)
@@ -349,14 +351,12 @@ def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults()
 )
 def test_the_api_key_comes_from_its_flag_or_the_environment(monkeypatch, given, variable, key):
     seen = []
-    monkeypatch.setattr(
-        "penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0
-    )
+    monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server: seen.append(server) or 0)
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("PENSTOCK_API_KEY", variable)
     assert cli.main(["serve", "--port", "0", *(["--api-key", given] if given else [])]) == 0
-    assert (seen[0][0].api_key, seen[0][0].port, seen[0][1]) == (key, 0, LogSettings("info", "text"))
+    assert (seen[0].api_key, seen[0].port, seen[0].log_level, seen[0].log_format) == (key, 0, "info", "text")
 
 
 @pytest.mark.parametrize(
@@ -420,9 +420,7 @@ def test_serving_without_its_packages_says_what_to_install():
 def test_every_server_flag_reaches_the_config(monkeypatch):
     """Each with a number of its own: two that are swapped would both be taken."""
     seen = []
-    monkeypatch.setattr(
-        "penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0
-    )
+    monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server: seen.append(server) or 0)
     given = (
         "serve --host 127.0.0.9 --port 81 --api-key k --max-body-bytes 2048 --max-concurrent 3 --shutdown-s "
         "4 --read-timeout-s 5 --write-timeout-s 6 --allow-special-tokens-in-text --log-level error "
@@ -432,6 +430,21 @@ def test_every_server_flag_reaches_the_config(monkeypatch):
     assert cli.main(given.split()) == 0
     names, origins = ("a", "b/c"), ("http://a", "https://b:1")
     server = ServerConfig(
-        "127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True, names, origins, True, api_processes=7
+        "127.0.0.9",
+        81,
+        "k",
+        True,
+        None,
+        names,
+        origins,
+        2048,
+        3,
+        4.0,
+        5.0,
+        6.0,
+        True,
+        api_processes=7,
+        log_format="json",
+        log_level="error",
     )
-    assert seen == [(server, LogSettings("error", "json"))]
+    assert seen == [server]

@@ -147,9 +147,7 @@ def test_each_says_how_far_it_is(
     cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(
-        "penstock.commands.progress.ProgressBar.__call__", lambda bar, *said: told.append(said)
-    )
+    monkeypatch.setattr("penstock.progress.ProgressBar.__call__", lambda bar, *said: told.append(said))
     flags = ("--yes",) if action == "clear" else ()
     assert penstock("cache", action, "--kv-offload-ssd-dir", str(cached), *flags).code == 0
     assert told and all(stage == action and done <= total for stage, done, total in told)

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from penstock import cli
-from penstock.commands.arguments import config_of
 from penstock.config import LoraConfig
+from penstock.flags import config_of
 from penstock.testing.tiny_models import TINY_LLAMA
 from tests.support.adapters import write_random_adapter
 

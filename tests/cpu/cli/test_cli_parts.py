@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.answer import Figures
 from penstock.commands import cache, chat, doctor
-from penstock.commands.answer import Figures
 from penstock.commands.chat import Chat, Conversation, _fitting
-from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource
 from penstock.contract import KvSource, SamplingParams
 from penstock.errors import ModelError
 from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
 from penstock.models import embedded, loader
 from penstock.models.tokenizer import ByteTokenizer
+from penstock.progress import ProgressBar
 from tests.support.scripted_engine import ScriptedEngine
 
 # ------------------------------------------------------------------------------------------------------- chat
@@ -138,7 +138,7 @@ def test_without_a_terminal_there_is_no_bar() -> None:
 
 def test_a_stage_that_is_over_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
     now, out = [0.0], io.StringIO()
-    monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.progress.time.monotonic", lambda: now[0])
     with ProgressBar(Console(file=out)) as bar:
         for seconds, done in ((0.0, 0), (0.9, 1), (1.0, 2), (10.9, 3), (11.0, 4), (50.0, 5)):
             now[0] = seconds

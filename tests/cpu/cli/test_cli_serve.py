@@ -18,16 +18,16 @@ import psutil
 import pytest
 
 from penstock import cli
+from penstock.answer import Answer, load_engine, running_engine
 from penstock.commands import serve
-from penstock.commands.answer import Answer, load_engine, running_engine
-from penstock.commands.arguments import config_of
 from penstock.commands.chat import _interrupts
-from penstock.commands.hub import fetched, hub_name
 from penstock.commands.serve import JsonLines
 from penstock.config import Config, ModelSource, ServerConfig
 from penstock.contract import SamplingParams
 from penstock.errors import ModelError
+from penstock.flags import config_of
 from penstock.models import embedded
+from penstock.models.hub import fetched, hub_name
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
 from tests.support.adapters import write_random_adapter
 from tests.support.scripted_engine import ScriptedEngine
@@ -43,7 +43,7 @@ def loaded(monkeypatch):
         engines[-1] = load_engine(config)
         return engines[-1]
 
-    monkeypatch.setattr("penstock.commands.answer.load_engine", load)
+    monkeypatch.setattr("penstock.answer.load_engine", load)
     return engines
 
 
@@ -117,7 +117,7 @@ def test_two_models_are_refused_and_a_positional_one_is_the_model(penstock, monk
     ran = penstock("serve", "a", "--model", "b")
     assert ran.code == 2 and "two models are given: a and --model b" in ran.err
     seen = []
-    monkeypatch.setattr(serve, "serve", lambda config, server, logs: seen.append(config.source.model) or 0)
+    monkeypatch.setattr(serve, "serve", lambda config, server: seen.append(config.source.model) or 0)
     for argv in (("serve", "m"), ("serve", "--model", "m"), ("serve", "m", "--served-model-name", "x", "y")):
         assert penstock(*argv).code == 0
     assert seen == ["m"] * 3

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.commands.hub import fetched
-from penstock.commands.progress import ProgressBar
 from penstock.config import Config
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.build import build
@@ -19,6 +17,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import StepFailed
+from penstock.models.hub import fetched
+from penstock.progress import ProgressBar
 
 LOOK_S = 1.0  # between two checks whether the engine is alive
 CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes seconds at most
