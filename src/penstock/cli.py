@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock import __version__
@@ -25,7 +24,6 @@ from penstock.flags import (
     Parser,
     add_flags,
     config_of,
-    config_with_one_lora,
     engine_flags,
     new_file,
     sampling_flags,
@@ -49,28 +47,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # while a closed pipe can still be dealt with
         return code
     except PenstockError as error:
-        print(f"penstock: error: {' '.join(without_secrets(str(error), argv).split())}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        return _failed(str(error), argv, EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
     except ModuleNotFoundError as error:
         if (error.name or "penstock").partition(".")[0] == "penstock":
             raise
-        print(
-            f"penstock: error: this command needs the package {error.name}, which is not installed",
-            file=sys.stderr,
-        )
-        return EXIT_FAILED
+        return _failed(f"this command needs the package {error.name}, which is not installed", argv)
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()  # the reader has closed the pipe
-        return EXIT_FAILED
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None and not isinstance(error, BrokenPipeError):
             raise
         _drop_output()
-        print(f"penstock: error: {' '.join(without_secrets(str(error), argv).split())}", file=sys.stderr)
-        return EXIT_FAILED
+        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe
+            return EXIT_FAILED
+        return _failed(str(error), argv)
+
+
+def _failed(message: str, argv: Sequence[str], code: int = EXIT_FAILED) -> int:
+    print(f"penstock: error: {' '.join(without_secrets(message, argv).split())}", file=sys.stderr)
+    return code
 
 
 def _ready_streams() -> None:
@@ -96,19 +92,36 @@ def _drop_output() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="penstock", description="An LLM inference engine whose KV cache outlives the accelerator."
-    )
+    about = "An LLM inference engine whose KV cache outlives the accelerator."
+    parser = Parser(prog="penstock", description=about)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parser.set_defaults(run=parser.show_help)
     _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
-    add_bench(commands)
+    add_bench(commands, _run)
     _add_cache(commands)
     _add_doctor(commands)
     return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    """The config first: an error in it is said before a command is imported."""
+    config = config_of(args)
+    code: int = importlib.import_module(f"penstock.commands.{args.command}").run(args, config)
+    return code
+
+
+def _write(args: argparse.Namespace) -> int:
+    """For commands that write text, from one model."""
+    args.sampling = sampling_of(args)
+    if len(args.lora) > 1:
+        names = ", ".join(name for name, _ in args.lora)
+        raise ConfigError(
+            f"argument --lora: answers can come from one adapter, and {len(args.lora)} are given: {names}"
+        )
+    return _run(args)
 
 
 # --------------------------------------------------------------------------------------------------- commands
@@ -120,35 +133,7 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=parents)
     text = f"the same as --model (unset: {ModelSource().model})"
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help=text)
-    parser.set_defaults(run=_serve, model=None)  # so that two models are noticed
-
-
-def _serve(args: argparse.Namespace) -> int:
-    if args.api_key is None:
-        args.api_key = os.environ.get("PENSTOCK_API_KEY")
-    if args.api_key is not None and not args.api_key.strip():
-        raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
-    if args.otlp_endpoint is not None and not _has_opentelemetry():
-        raise ConfigError(
-            "--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install "
-            "'penstock[otel]'"
-        )
-    server = ServerConfig.of(vars(args))
-    if None not in (args.served_model, args.model):
-        raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
-    args.model = args.served_model or args.model
-    config = config_of(args)
-    from penstock.commands.serve import serve
-
-    return serve(config, server)
-
-
-def _has_opentelemetry() -> bool:
-    """Looked for, not imported: without the flag nothing of it is."""
-    try:
-        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        return False
+    parser.set_defaults(run=_run, command="serve", model=None)  # so that two models are noticed
 
 
 def _add_generate(commands: Any) -> None:
@@ -161,14 +146,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--raw", action="store_true", help=text)
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop where the model would")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write text and figures there, too")
-    parser.set_defaults(run=_generate)
-
-
-def _generate(args: argparse.Namespace) -> int:
-    config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.chat import generate
-
-    return generate(config, args.prompt, sampling, args.max_tokens is None, args.raw, args.json)
+    parser.set_defaults(run=_write, command="chat")
 
 
 def _add_chat(commands: Any) -> None:
@@ -177,14 +155,7 @@ def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a model", description=about, parents=parents)
     sampling_flags(parser, temperature=0.7, max_tokens=1024)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.set_defaults(run=_chat)
-
-
-def _chat(args: argparse.Namespace) -> int:
-    config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.chat import chat
-
-    return chat(config, sampling, args.system)
+    parser.set_defaults(run=_write, command="chat")
 
 
 def _add_cache(commands: Any) -> None:
@@ -200,15 +171,9 @@ def _add_cache(commands: Any) -> None:
         one = actions.add_parser(action, help=does, description=f"{does[0].upper()}{does[1:]}.")
         add_flags(one, "kv_offload_ssd_dir", required=True)
         one.add_argument("--json", type=new_file, metavar="FILE", help="write what was found there")
-        one.set_defaults(run=_cache, action=action, yes=False)
+        one.set_defaults(run=_run, command="cache", action=action)
         if action == "clear":
             one.add_argument("--yes", action="store_true", help="do not ask first")
-
-
-def _cache(args: argparse.Namespace) -> int:
-    from penstock.commands.cache import run_cache
-
-    return run_cache(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -219,11 +184,4 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="check this machine, and a model", description=about)
     add_flags(parser, "model", "device", "dtype", "weights", "device_kv_gib", "max_model_len")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the checks there")
-    parser.set_defaults(run=_doctor)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    config = config_of(args)
-    from penstock.commands.doctor import doctor
-
-    return doctor(config, args.json)
+    parser.set_defaults(run=_run, command="doctor")

@@ -57,75 +57,66 @@ def _need(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------- settings
 
 
-class Rule(NamedTuple):
-    """What a value must be: "must " and `text`."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-def one_of(*values: Any) -> Rule:
-    *most, last = map(str, values)
-    return Rule(f"be {', '.join(most)} or {last}", lambda value: value in values)
-
-
-def at_least(low: float) -> Rule:
-    return Rule(f"be at least {low}", lambda value: value >= low)
-
-
-def between(low: float, high: float) -> Rule:
-    return Rule(f"be between {low} and {high}", lambda value: low <= value <= high)
-
-
-def up_to(high: float) -> Rule:
-    return Rule(f"be above 0 and at most {high}", lambda value: 0 < value <= high)
-
-
-POSITIVE = Rule("be positive", lambda value: 0 < value < math.inf)
-NOT_NEGATIVE = Rule("not be negative", lambda value: value >= 0)
-
-
 class Setting(NamedTuple):
     """One field of a config, and its flag."""
 
     field: str
     default: Any
     kind: Any  # int, float, str, bool or tuple
+    name: str  # of its flag, with underscores, as `LLM` takes it
     help: str  # empty: it has no flag
-    flag: str
-    rule: Rule | None
+    rule: str | None  # what a value must be, in words that `_holds` knows
     needs: str | None  # a field that must be on, or this one would do nothing
     group: str | None  # of the help, if it is another than its config's
     options: Mapping[str, Any]  # of argparse's add_argument
 
-    def check_needs(self, config: Any) -> None:
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def check_needs(self, config: Settings) -> None:
         if self.needs is not None and getattr(config, self.needs) in (None, False, "off"):
             needed = next(one.flag for one in settings_of(type(config)) if one.field == self.needs)
             raise ConfigError(f"{self.flag} needs {needed}")
 
 
-def setting(default: Any, help: str = "", *, repr: bool = True, **more: Any) -> Any:
-    """A field with a flag, unless `help` is empty. `more`: `flag`, if it is not called like the field;
+def setting(default: Any, help: str = "", repr: bool = True, **more: Any) -> Any:
+    """A field with a flag, unless `help` is empty. `more`: `name`, if the flag is not called like the field;
     `rule`, `needs` and `group`; the rest is for argparse."""
     return field(default=default, repr=repr, metadata={"help": help, **more})
 
 
-@functools.cache
-def settings_of(config: type) -> tuple[Setting, ...]:
+def _settings_of(config: type) -> tuple[Setting, ...]:
     """The fields of a config. Their types say what a flag takes; a Literal has its choices."""
     hints, found = get_type_hints(config), []
     for one in fields(config):
-        more, hint = dict(one.metadata), hints[one.name]
+        more = {"name": one.name, "help": "", "rule": None, "needs": None, "group": None, **one.metadata}
+        hint = hints[one.name]
         if isinstance(hint, UnionType):  # with None
             hint = get_args(hint)[0]
         if get_origin(hint) is Literal:
-            more.setdefault("choices", get_args(hint))
-            more.setdefault("rule", one_of(*more["choices"]))
-        flag = more.pop("flag", "--" + one.name.replace("_", "-"))
-        ours = (more.pop(name, None) for name in ("rule", "needs", "group"))
-        kind = get_origin(hint) or hint
-        found.append(Setting(one.name, one.default, kind, more.pop("help", ""), flag, *ours, more))
+            *most, last = more.setdefault("choices", get_args(hint))
+            more["rule"] = f"{', '.join(most)} or {last}"
+        ours = {name: more.pop(name) for name in ("name", "help", "rule", "needs", "group")}
+        found.append(Setting(one.name, one.default, get_origin(hint) or hint, **ours, options=more))
     return tuple(found)
+
+
+settings_of: Callable[[type], tuple[Setting, ...]] = functools.cache(_settings_of)
+
+
+def _holds(rule: str, value: Any) -> bool:
+    match rule.split():
+        case ["positive"]:
+            return bool(0 < value < math.inf)
+        case ["at", "least", low]:
+            return bool(value >= float(low))
+        case ["between", low, "and", high]:
+            return bool(float(low) <= value <= float(high))
+        case ["above", "0", "and", "at", "most", high]:
+            return bool(0 < value <= float(high))
+        case _:  # a list
+            return str(value) in re.split(", | or ", rule)
 
 
 class Settings:
@@ -138,8 +129,9 @@ class Settings:
             value = getattr(self, one.field)
             if value is None or value == one.default:
                 continue
-            if one.rule is not None and not one.rule.holds(value):
-                raise ConfigError(f"{one.flag} must {one.rule.text}, got {value!r}")
+            if one.rule is not None and not _holds(one.rule, value):
+                must = "not be negative" if one.rule == "at least 0" else f"be {one.rule}"
+                raise ConfigError(f"{one.flag} must {must}, got {value!r}")
             if not one.default:  # else it may have been set for a while in which the other was on
                 one.check_needs(self)
         self.check_together()
@@ -149,19 +141,20 @@ class Settings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From values by flag, with underscores; None: not given. One whose tier is off is refused."""
-        given = {}
-        for one in settings_of(cls):
-            value = values.get(one.flag[2:].replace("-", "_"))
-            if value is not None:
-                given[one.field] = tuple(value) if one.kind is tuple else value
-                if one.flag.startswith("--no-"):
-                    given[one.field] = not value
-        made = cls(**given)
-        for one in settings_of(cls):
-            if one.field in given and one.default:
+        """From values by the names of flags; None: not given. One that needs another which is off is
+        refused, even if it is the default."""
+        given = [one for one in settings_of(cls) if values.get(one.name) is not None]
+        made = cls(**{one.field: _value(one, values[one.name]) for one in given})
+        for one in given:
+            if one.default:
                 one.check_needs(made)
         return made
+
+
+def _value(one: Setting, given: Any) -> Any:
+    if one.kind is tuple:
+        return tuple(given)
+    return not given if one.name.startswith("no_") else given
 
 
 # ---------------------------------------------------------------------------------------------------- configs
@@ -221,42 +214,42 @@ class KvConfig(Settings):
     """The device arena."""
 
     # one block is the unit of identity and of movement
-    block_tokens: int = setting(16, "tokens in one KV block", rule=one_of(8, 16, 32, 64, 128))
+    block_tokens: int = setting(16, "tokens in one KV block", rule="8, 16, 32, 64 or 128")
     device_gib: float | None = setting(
         None,
         "GiB for KV (unset: 1 on the CPU, what weights leave free on CUDA)",
-        flag="--device-kv-gib",
-        rule=POSITIVE,
+        name="device_kv_gib",
+        rule="positive",
     )
     device_blocks: int | None = setting(
-        None, "the same in blocks; give one of the two", flag="--device-kv-blocks", rule=at_least(2)
+        None, "the same in blocks; give one of the two", name="device_kv_blocks", rule="at least 2"
     )
     prefix_cache: bool = setting(
         True,
         "reuse no KV across requests; with offload: none on the device, all from colder tiers",
-        flag="--no-prefix-cache",
+        name="no_prefix_cache",
     )
     resident_tokens: int | None = setting(
         None,
         "tokens of one sequence that are on the device at most, the rest in host memory "
         "(unset: all where they fit, else half of the device)",
-        flag="--kv-resident-tokens",
+        name="kv_resident_tokens",
     )
     residency: ResidencyName = setting(
         "exact",
         "what a sequence that does not fit attends to while it decodes: all of its context, or what is on "
         "the device",
-        flag="--kv-residency",
+        name="kv_residency",
     )
     # [first, end) of each
     pin_spans: tuple[tuple[int, int], ...] = setting(
         (),
         "with scored residency: tokens A to B-1 are always on the device",
-        flag="--kv-pin-spans",
+        name="kv_pin_spans",
         metavar="A-B,...",
     )
     scorer: ScorerName = setting(
-        "qk", "with scored residency: which other parts are on the device", flag="--kv-scorer"
+        "qk", "with scored residency: which other parts are on the device", name="kv_scorer"
     )
 
     def check_together(self) -> None:
@@ -276,42 +269,42 @@ class KvConfig(Settings):
 class OffloadConfig(Settings):
     """The tiers colder than the device."""
 
-    enabled: bool = setting(True, "keep KV in host memory beyond its time on the device", flag="--kv-offload")
+    enabled: bool = setting(True, "keep KV in host memory beyond its time on the device", name="kv_offload")
     host_gib: float | None = setting(
         None,
         "GiB of host memory for KV (unset: 4, or a quarter of what is free)",
-        flag="--kv-offload-host-gib",
-        rule=POSITIVE,
+        name="kv_offload_host_gib",
+        rule="positive",
         needs="enabled",
     )
     eviction: EvictionName = setting("returning", "what a full tier forgets first")
     # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
-    lease_s: float = setting(120.0, rule=POSITIVE)
+    lease_s: float = setting(120.0, rule="positive")
     load_always: bool = False  # load even if computing seems faster, to measure a tier
     # a slower promotion is abandoned; the request computes instead
-    load_deadline_s: float = setting(30.0, rule=POSITIVE)
+    load_deadline_s: float = setting(30.0, rule="positive")
     ssd_dir: str | None = setting(
         None,
         "where KV blocks outlive the process",
-        flag="--kv-offload-ssd-dir",
+        name="kv_offload_ssd_dir",
         metavar="DIR",
         needs="enabled",
     )
     # of all files together
     ssd_gib: float = setting(
-        16.0, "GiB of disk at most", flag="--kv-offload-ssd-gib", rule=POSITIVE, needs="ssd_dir"
+        16.0, "GiB of disk at most", name="kv_offload_ssd_gib", rule="positive", needs="ssd_dir"
     )
     ssd_admission: AdmissionName = setting(
         "always",
         "which blocks are written to disk: all, those used twice, those that leave host memory",
-        flag="--kv-offload-ssd-admission",
+        name="kv_offload_ssd_admission",
         needs="ssd_dir",
     )
     # may contain a password
     remote: str | None = setting(
         None,
         "a store that several engines share: valkey://, valkeys://, redis://, rediss://, mooncake://, s3://",
-        flag="--kv-offload-remote",
+        name="kv_offload_remote",
         metavar="URL",
         needs="enabled",
         repr=False,
@@ -319,8 +312,8 @@ class OffloadConfig(Settings):
     remote_timeout_s: float = setting(
         1.0,
         "seconds for one call to it; longer means that it is down",
-        flag="--kv-offload-remote-timeout-s",
-        rule=up_to(60),
+        name="kv_offload_remote_timeout_s",
+        rule="above 0 and at most 60",
         needs="remote",
     )
 
@@ -341,21 +334,21 @@ class EngineConfig(Settings):
         None,
         "tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow "
         "any)",
-        rule=at_least(2),
+        rule="at least 2",
     )
     # one row of device state each
-    max_batch: int = setting(256, "requests that run at once", rule=between(1, 4096))
+    max_batch: int = setting(256, "requests that run at once", rule="between 1 and 4096")
     prefill_chunk: int = setting(
-        0, "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", rule=NOT_NEGATIVE
+        0, "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", rule="at least 0"
     )
     prefill_chunk_ms: float | None = setting(
         None,
         "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: "
         "150 on CUDA, 0 on the CPU)",
-        rule=between(0, 60000),
+        rule="between 0 and 60000",
     )
     overcommit: float = setting(
-        1.0, "promise X times the KV memory; over 1 may retract requests", rule=between(1, 64)
+        1.0, "promise X times the KV memory; over 1 may retract requests", rule="between 1 and 64"
     )
     admission: PromiseName = setting(
         "expected",
@@ -370,10 +363,10 @@ class EngineConfig(Settings):
         60.0,
         "with --scheduling cost: no request is overtaken by one that arrived more than S seconds later",
         metavar="S",
-        rule=up_to(3600),
+        rule="above 0 and at most 3600",
     )
     capture: bool = setting(
-        True, "run decode steps eagerly instead of as captured replays", flag="--no-capture"
+        True, "run decode steps eagerly instead of as captured replays", name="no_capture"
     )
     seed: int = 0  # of requests without one: the flag is the model's
 
@@ -387,14 +380,14 @@ class SpeculationConfig(Settings):
         "verify several proposed tokens in one step: ngram looks for what followed the same tokens before, "
         "mtp[:PATH] has a head that was trained for the model, draft:PATH a smaller model with the same "
         "tokens (unset: one token at a time)",
-        flag="--speculate",
+        name="speculate",
         metavar="PROPOSER",
     )
     max_drafts: int | None = setting(
         None,
         "proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp and draft)",
-        flag="--speculate-tokens",
-        rule=between(1, MAX_DRAFTS),
+        name="speculate_tokens",
+        rule=f"between 1 and {MAX_DRAFTS}",
         needs="proposer",
     )
 
@@ -427,19 +420,19 @@ class SanitizeConfig(Settings):
     mode: SanitizeMode = setting(
         "off",
         "check the order of every KV access; strict stops the engine at the first finding",
-        flag="--sanitize",
+        name="sanitize",
         nargs="?",
         const="report",
         choices=("report", "strict"),
     )
     # the whole list each time
     json_file: str | None = setting(
-        None, "write the findings there", flag="--sanitize-json", metavar="FILE", needs="mode"
+        None, "write the findings there", name="sanitize_json", metavar="FILE", needs="mode"
     )
     check_bytes: bool = setting(
         False,
         "also spoil slots before they are written, and compare blocks that leave and return",
-        flag="--sanitize-bytes",
+        name="sanitize_bytes",
         needs="mode",
     )
 
@@ -452,14 +445,14 @@ class LoraConfig(Settings):
     adapters: tuple[tuple[str, str], ...] = setting(
         (),
         "a PEFT adapter directory; serve takes several, elsewhere answers come from it",
-        flag="--lora",
+        name="lora",
         action="append",
         metavar="NAME=PATH",
     )
     dir: str | None = setting(
         None,
         "clients may load adapters from inside DIR (unset: they may load none)",
-        flag="--lora-dir",
+        name="lora_dir",
         metavar="DIR",
         group="server",
     )
@@ -481,7 +474,7 @@ class ServerConfig(Settings):
     """The HTTP front and its limits."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 picks a free one", rule=between(0, 65535))
+    port: int = setting(8000, "port to listen on; 0 picks a free one", rule="between 0 and 65535")
     # guards everything but /health and /live
     api_key: str | None = setting(
         None,
@@ -498,29 +491,31 @@ class ServerConfig(Settings):
     served_names: tuple[str, ...] = setting(
         (),
         "what clients call the model (unset: the name of its file)",
-        flag="--served-model-name",
+        name="served_model_name",
         nargs="+",
         metavar="NAME",
     )
     cors_origins: tuple[str, ...] = setting(
         (),
         "scripts of this web origin may call; * for any; repeatable",
-        flag="--cors-origin",
+        name="cors_origin",
         action="append",
         metavar="ORIGIN",
     )
     # a larger body is refused with 413 before it is read to the end
-    max_body_bytes: int = setting(4 << 20, "larger requests are refused", rule=at_least(1024))
+    max_body_bytes: int = setting(4 << 20, "larger requests are refused", rule="at least 1024")
     # running or waiting
-    max_concurrent: int = setting(256, "generations at once; more are answered 429", rule=at_least(1))
-    shutdown_s: float = setting(20.0, "seconds that running requests get at the end", rule=between(0, 86400))
+    max_concurrent: int = setting(256, "generations at once; more are answered 429", rule="at least 1")
+    shutdown_s: float = setting(
+        20.0, "seconds that running requests get at the end", rule="between 0 and 86400"
+    )
     # slower clients would hold a connection and a seat
     read_timeout_s: float = setting(
-        30.0, "seconds for a request's header, and again for its body", rule=up_to(86400)
+        30.0, "seconds for a request's header, and again for its body", rule="above 0 and at most 86400"
     )
     # a client that reads nothing for this long is cut off, and its request cancelled
     write_timeout_s: float = setting(
-        30.0, "seconds in which a client has to take some of its reply", rule=up_to(86400)
+        30.0, "seconds in which a client has to take some of its reply", rule="above 0 and at most 86400"
     )
     allow_special_tokens_in_text: bool = setting(
         False, "text of chat messages may spell special tokens, and open turns by that"
@@ -541,7 +536,7 @@ class ServerConfig(Settings):
         None,
         "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 "
         "for 4 cores, up to 4)",
-        rule=between(0, 64),
+        rule="between 0 and 64",
     )
     log_format: Literal["text", "json"] = setting("text", "how lines on stderr look")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what goes to stderr")

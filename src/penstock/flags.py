@@ -45,10 +45,8 @@ TITLES = {
     ServerConfig: "server",
 }
 ENGINE = tuple(TITLES)[:-2]
-# as in a namespace: with underscores
-SETTINGS = {
-    one.flag[2:].replace("-", "_"): one for config in TITLES for one in settings_of(config) if one.help
-}
+# by name
+SETTINGS = {one.name: one for config in TITLES for one in settings_of(config) if one.help}
 
 _MOST_IN_USAGE = 8  # flags
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
@@ -127,12 +125,12 @@ def _options(one: Setting) -> dict[str, Any]:
     """For argparse."""
     options = {"help": one.help, "default": one.default, **one.options}
     if one.kind is bool:
-        on = one.default and not one.flag.startswith("--no-")
+        on = one.default and not one.name.startswith("no_")
         return options | {"default": on, "action": argparse.BooleanOptionalAction if on else "store_true"}
     if one.kind in (int, float):
         options = {"metavar": _METAVARS[one.kind], "type": one.kind, **options}
-    if one.flag in _READ:
-        options["type"] = _READ[one.flag]
+    if one.name in _READ:
+        options["type"] = _READ[one.name]
     if one.kind is tuple:
         options["default"] = list(one.default)
     elif one.needs and one.default:  # no default here: given without what it needs, it is refused
@@ -168,18 +166,6 @@ def config_of(args: argparse.Namespace) -> Config:
     if values.get("load_format") == "dummy":  # random weights have no longest context
         values["positions"] = values.get("max_model_len")
     return Config(**{part.name: type(part.default).of(values) for part in fields(Config)})  # type: ignore[union-attr]
-
-
-def config_with_one_lora(args: argparse.Namespace) -> Config:
-    """For commands whose answers come from one model."""
-    config = config_of(args)
-    names = [name for name, _ in config.lora.adapters]
-    if len(names) > 1:
-        raise ConfigError(
-            f"argument --lora: answers can come from one adapter, and {len(names)} are given: "
-            f"{', '.join(names)}"
-        )
-    return config
 
 
 def config_from(options: Mapping[str, Any]) -> Config:
@@ -226,7 +212,7 @@ def without_secrets(message: str, argv: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------- text to values
 
 
-def _wrong(message: str) -> NoReturn:
+def refused(message: str) -> NoReturn:
     raise argparse.ArgumentTypeError(message)
 
 
@@ -237,31 +223,31 @@ def counts(text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = {0: None}
     if min(numbers) < 1:
-        _wrong(f"{text!r} is no list of positive whole numbers such as 1,8,32")
+        refused(f"{text!r} is no list of positive whole numbers such as 1,8,32")
     return tuple(numbers)
 
 
 def positive(text: str) -> int:
     (number, *more) = counts(text)
-    return number if not more else _wrong(f"{text!r} is not one positive whole number")
+    return number if not more else refused(f"{text!r} is not one positive whole number")
 
 
 def _spans(text: str) -> tuple[tuple[int, int], ...]:
     """0-64,1000-1500 -> ((0, 64), (1000, 1500))"""
     if not re.fullmatch(r"\d+-\d+(,\d+-\d+)*", text):
-        _wrong(f"{text!r} is no list of spans of tokens such as 0-64,1000-1500")
+        refused(f"{text!r} is no list of spans of tokens such as 0-64,1000-1500")
     return tuple((int(first), int(end)) for first, end in (part.split("-") for part in text.split(",")))
 
 
 def _adapter(text: str) -> tuple[str, str]:
     """name=path"""
     name, equals, path = text.partition("=")
-    return (name, path) if equals else _wrong(f"{text!r} must be a name and a directory, as in name=path")
+    return (name, path) if equals else refused(f"{text!r} must be a name and a directory, as in name=path")
 
 
 def _named(text: str) -> str:
     """A path to nothing would be the current folder."""
-    return text or _wrong("it is empty")
+    return text or refused("it is empty")
 
 
 def _store_url(text: str) -> str:
@@ -269,31 +255,31 @@ def _store_url(text: str) -> str:
     scheme, _, rest = text.partition("://")
     kinds = ", ".join(f"{kind}://" for kind in KINDS)
     known = scheme in KINDS and rest
-    return text if known else _wrong(f"it must be the URL of a store that begins with {kinds}")
+    return text if known else refused(f"it must be the URL of a store that begins with {kinds}")
 
 
 def new_file(text: str) -> Path:
     """A file that can be written later: found out now, not after minutes of work."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        _wrong(f"{text!r} cannot be written: it is a folder, or its folder does not exist")
+        refused(f"{text!r} cannot be written: it is a folder, or its folder does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        _wrong(f"{text!r} cannot be written: permission denied")
+        refused(f"{text!r} cannot be written: permission denied")
     return path
 
 
 def picture(text: str) -> Path:
     if not text.endswith((".png", ".svg", ".pdf")):
-        _wrong(f"{text!r} must end in .png, .svg or .pdf")
+        refused(f"{text!r} must end in .png, .svg or .pdf")
     return new_file(text)
 
 
 _METAVARS: dict[Any, str] = {int: "N", positive: "N", counts: "N,N", float: "X"}
 _READ: dict[str, Callable[[str], Any]] = {
-    "--kv-pin-spans": _spans,
-    "--lora": _adapter,
-    "--kv-offload-ssd-dir": _named,
-    "--kv-offload-remote": _store_url,
+    "kv_pin_spans": _spans,
+    "lora": _adapter,
+    "kv_offload_ssd_dir": _named,
+    "kv_offload_remote": _store_url,
 }
 
 
