@@ -15,24 +15,17 @@ from urllib.parse import urlsplit
 from penstock.errors import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-DtypeName = Literal["auto", "float32", "bfloat16"]
 WeightsName = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 WEIGHT_FORMS: tuple[WeightsName, ...] = get_args(WeightsName)
-LoadFormat = Literal["auto", "dummy"]
-GenerationConfigName = Literal["auto", "none"]
-SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["returning", "lru", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)  # the default first
 # cheap enough for the device: they work on whole runs
 DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")
 SchedulingName = Literal["cost", "fifo"]
-PromiseName = Literal["expected", "lifetime"]
 ResidencyName = Literal["exact", "scored"]
 ScorerName = Literal["qk", "lru"]
 AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
-ToolCallParser = Literal["auto", "hermes", "llama3", "mistral", "json", "none"]
-ReasoningParser = Literal["auto", "think", "none"]
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
 _NAME_RULE = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
@@ -171,13 +164,18 @@ class ModelSource(Settings):
         "Face hub",
         metavar="NAME|PATH",
     )
-    load_format: LoadFormat = setting("auto", "dummy: random weights, nothing is read from disk")
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "dummy: random weights, nothing is read from disk"
+    )
     device: DeviceName = setting("auto", "auto: cuda where there is a usable GPU")
-    dtype: DtypeName = setting("auto", "auto: float32 on the CPU, bfloat16 on CUDA")  # no bf16 units there
+    # no bf16 units on most CPUs
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: float32 on the CPU, bfloat16 on CUDA"
+    )
     seed: int = setting(0, "of dummy weights, and of requests that bring no seed of their own")
     # of dummy weights, if more tokens are needed than the model's config allows
     positions: int | None = None
-    generation_config: GenerationConfigName = setting(
+    generation_config: Literal["auto", "none"] = setting(
         "auto",
         "auto: fields that a request leaves out are as the model's generation_config.json says; none: as "
         "docs/http-api.md says",
@@ -350,7 +348,7 @@ class EngineConfig(Settings):
     overcommit: float = setting(
         1.0, "promise X times the KV memory; over 1 may retract requests", rule="between 1 and 64"
     )
-    admission: PromiseName = setting(
+    admission: Literal["expected", "lifetime"] = setting(
         "expected",
         "a request needs room for what it is likely to write (expected), or for all that it may (lifetime)",
     )
@@ -417,7 +415,7 @@ class SpeculationConfig(Settings):
 class SanitizeConfig(Settings):
     """The race sanitizer, and where its findings go."""
 
-    mode: SanitizeMode = setting(
+    mode: Literal["off", "report", "strict"] = setting(
         "off",
         "check the order of every KV access; strict stops the engine at the first finding",
         name="sanitize",
@@ -520,13 +518,13 @@ class ServerConfig(Settings):
     allow_special_tokens_in_text: bool = setting(
         False, "text of chat messages may spell special tokens, and open turns by that"
     )
-    tool_call_parser: ToolCallParser = setting(
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "json", "none"] = setting(
         "auto",
         "format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as "
         "its chat template says",
         metavar="NAME",
     )
-    reasoning_parser: ReasoningParser = setting(
+    reasoning_parser: Literal["auto", "think", "none"] = setting(
         "auto",
         "think: text in <think> is reasoning_content; none: it is content; auto: think where the chat "
         "template has it",

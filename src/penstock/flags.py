@@ -182,11 +182,9 @@ def typed(options: Mapping[str, Any]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if value is False and name == "kv_offload":
             words.append("--no-kv-offload")
-        elif value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [flag, str(one)]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and one is not False:
+                words += [flag] if one is True else [flag, str(one)]
     return words
 
 

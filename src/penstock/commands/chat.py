@@ -53,9 +53,7 @@ def _generate(args: Namespace, config: Config) -> int:
         if args.max_tokens is None and 1 <= room < sampling.max_tokens:
             sampling = dataclasses.replace(sampling, max_tokens=room)
         answer = Answer(engine, tokens, sampling, adapter, begins=chat)
-        written: list[str] = []
         for piece in answer.pieces():
-            written.append(piece)
             print(piece, end="", flush=True)
         print()
         figures = answer.figures()
@@ -63,7 +61,7 @@ def _generate(args: Namespace, config: Config) -> int:
         if args.json is not None:
             name = engine.name if adapter is None else adapter.name
             told = {**dataclasses.asdict(figures), "decode_tokens_per_s": figures.decode_tokens_per_s}
-            report = {"model": name, **told, "text": "".join(written), "config": config.shown()}
+            report = {"model": name, **told, "text": answer.text, "config": config.shown()}
             args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
@@ -170,13 +168,11 @@ class Chat:
             )
         sampling = dataclasses.replace(self._sampling, max_tokens=turn.max_tokens)
         answer = Answer(self._engine, turn.prompt, sampling, self._adapter)
-        written: list[str] = []
         with _interrupts(answer):
             for piece in answer.pieces():
-                written.append(piece)
                 self._show(piece)
         self._show("\n")
-        self._conversation.add(question, "".join(written))
+        self._conversation.add(question, answer.text)
         self._note(answer.figures().line())
 
     def _show(self, text: str) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,7 @@ SECTOR = 4096
 
 
 @pytest.fixture
-def generate(
-    penstock: Callable, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable:
+def generate(penstock, tiny, tmp_path, monkeypatch):
     """One answer by an engine with a disk, which is closed in the end."""
 
     def open_and_scan(*arguments):
@@ -50,7 +47,7 @@ def generate(
 
 
 @pytest.fixture
-def cached(generate: Callable, tmp_path: Path) -> Path:
+def cached(generate, tmp_path):
     """A directory with two blocks, and a file that is none of ours."""
     generate()
     folder = tmp_path / "kv"
@@ -60,10 +57,10 @@ def cached(generate: Callable, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def look(penstock: Callable, tmp_path: Path) -> Callable:
+def look(penstock, tmp_path):
     """What `cache` returns and prints, and what it writes into its file."""
 
-    def run(action: str, folder: Path):
+    def run(action, folder: Path):
         file = tmp_path / "found.json"
         ran = penstock(f"cache {action} --json {file} --kv-offload-ssd-dir {folder}")
         return ran, json.loads(file.read_text())
@@ -77,7 +74,7 @@ def cells(text: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
-def spoil(folder: Path, offset: int) -> None:
+def spoil(folder: Path, offset) -> None:
     """Flip a bit of the first segment's first slot; `offset` from its head."""
     with min(folder.glob("*.kv")).open("r+b") as file:
         file.seek(SECTOR + offset)
@@ -93,7 +90,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------------------------------- filled by the flags
 
 
-def test_what_one_process_has_computed_the_next_reads_from_disk(generate: Callable, tmp_path: Path) -> None:
+def test_what_one_process_has_computed_the_next_reads_from_disk(generate, tmp_path):
     first = generate()
     assert "from disk" not in first.err
     again = generate("--json", str(tmp_path / "answer.json"))
@@ -101,9 +98,7 @@ def test_what_one_process_has_computed_the_next_reads_from_disk(generate: Callab
     assert json.loads((tmp_path / "answer.json").read_text())["kv_source"]["ssd"] == 32
 
 
-def test_a_directory_in_use_or_open_to_others_is_refused_by_every_command(
-    cached: Path, penstock: Callable, tiny: tuple[str, ...]
-) -> None:
+def test_a_directory_in_use_or_open_to_others_is_refused_by_every_command(cached, penstock, tiny):
     before = contents(cached)
 
     def refused(said: str) -> None:
@@ -124,7 +119,7 @@ def test_a_directory_in_use_or_open_to_others_is_refused_by_every_command(
 # -------------------------------------------------------------------------------------------- inspect, verify
 
 
-def test_inspect_says_what_is_there_and_changes_nothing(cached: Path, look: Callable) -> None:
+def test_inspect_says_what_is_there_and_changes_nothing(cached, look):
     before = contents(cached)
     ran, written = look("inspect", cached)
     assert (ran.code, ran.err) == (0, "")
@@ -138,9 +133,7 @@ def test_inspect_says_what_is_there_and_changes_nothing(cached: Path, look: Call
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "clear --yes"])
-def test_each_says_how_far_it_is(
-    cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, action: str
-) -> None:
+def test_each_says_how_far_it_is(cached, penstock, monkeypatch, action):
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr("penstock.progress.ProgressBar.__call__", lambda bar, *said: told.append(said))
     assert penstock(f"cache {action} --kv-offload-ssd-dir {cached}").code == 0
@@ -148,7 +141,7 @@ def test_each_says_how_far_it_is(
     assert told[-1][1] == told[-1][2] > 0
 
 
-def test_verify_reads_every_block_and_is_content(cached: Path, look: Callable) -> None:
+def test_verify_reads_every_block_and_is_content(cached, look):
     ran, _ = look("verify", cached)
     assert ran.code == 0 and "nothing is damaged" in ran.out
     assert (cells(ran.out)["whole blocks"], cells(ran.out)["torn blocks"]) == ("2", "0")
@@ -156,8 +149,8 @@ def test_verify_reads_every_block_and_is_content(cached: Path, look: Callable) -
 
 @pytest.mark.parametrize(("offset", "what"), [(SECTOR + 100, "torn blocks"), (20, "damaged heads")])
 def test_verify_finds_one_flipped_bit_and_the_next_engine_computes_that_block(
-    cached: Path, look: Callable, generate: Callable, offset: int, what: str
-) -> None:
+    cached, look, generate, offset, what
+):
     spoil(cached, offset)
     ran, written = look("verify", cached)
     assert ran.code == 1 and ran.out.count("damaged: penstock-") == 1
@@ -168,9 +161,7 @@ def test_verify_finds_one_flipped_bit_and_the_next_engine_computes_that_block(
 
 
 @pytest.mark.parametrize("which", ["damaged", "corrupt", "torn"])
-def test_of_much_damage_the_first_lines_are_shown_and_verify_ends_with_it(
-    capsys: pytest.CaptureFixture[str], which: str
-) -> None:
+def test_of_much_damage_the_first_lines_are_shown_and_verify_ends_with_it(capsys, which):
     shown = {"damaged": "damaged files", "corrupt": "damaged heads", "torn": "torn blocks"}[which]
     for num in (0, 1, cache.MOST_LINES, cache.MOST_LINES + 3):
         found = Survey(Path("/kv"), num_segments=1, num_good=7)
@@ -184,7 +175,7 @@ def test_of_much_damage_the_first_lines_are_shown_and_verify_ends_with_it(
             assert (cells(said)[shown], cells(said)["whole blocks"]) == (str(num), "7")
 
 
-def test_the_largest_space_is_shown_first_with_its_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_space_is_shown_first_with_its_times(capsys):
     large = SpaceSurvey(3, 5 << 30, 1_700_000_000 * 10**9, 2**80)
     cache._show(Survey(Path("/kv"), spaces={"a" * 64: SpaceSurvey(1, 10, 0, 0), "b" * 64: large}), False)
     first, second = capsys.readouterr().out.splitlines()[-2:]
@@ -192,7 +183,7 @@ def test_the_largest_space_is_shown_first_with_its_times(capsys: pytest.CaptureF
     assert second.split()[:4] == ["a" * 12, "1", "10", "bytes"] and "1970-01-01 00:00" in second
 
 
-def test_sizes_have_the_largest_unit_that_they_reach() -> None:
+def test_sizes_have_the_largest_unit_that_they_reach():
     sizes = {
         0: "0 bytes",
         1023: "1023 bytes",
@@ -210,9 +201,7 @@ def test_sizes_have_the_largest_unit_that_they_reach() -> None:
 @pytest.mark.parametrize(
     ("typed", "cleared"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("\n", False), ("", False)]
 )
-def test_clear_asks_on_a_terminal(
-    cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, typed: str, cleared: bool
-) -> None:
+def test_clear_asks_on_a_terminal(cached, penstock, monkeypatch, typed, cleared):
     terminal = io.StringIO(typed)
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdin", terminal)
@@ -224,17 +213,13 @@ def test_clear_asks_on_a_terminal(
     assert (cached / "notes.txt").read_text() == "mine"
 
 
-def test_clear_removes_nothing_where_nobody_can_be_asked(
-    cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clear_removes_nothing_where_nobody_can_be_asked(cached, penstock, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     ran = penstock(f"cache clear --kv-offload-ssd-dir {cached}")
     assert ran.code == 2 and "--yes" in ran.err and contents(cached)
 
 
-def test_a_cleared_directory_is_empty_and_can_be_used_again(
-    cached: Path, look: Callable, generate: Callable
-) -> None:
+def test_a_cleared_directory_is_empty_and_can_be_used_again(cached, look, generate):
     ran, found = look("clear --yes", cached)
     assert ran.code == 0 and found["num_segments"] == 1
     assert cells(look("inspect", cached)[0].out)["blocks"] == "0"
@@ -243,7 +228,7 @@ def test_a_cleared_directory_is_empty_and_can_be_used_again(
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "clear --yes"])
-def test_a_directory_that_is_no_cache_is_left_alone(penstock: Callable, tmp_path: Path, action: str) -> None:
+def test_a_directory_that_is_no_cache_is_left_alone(penstock, tmp_path, action):
     (tmp_path / "thesis.kv").write_text("years of work")
     ran = penstock(f"cache {action} --kv-offload-ssd-dir {tmp_path}")
     assert ran.code == 2 and "is not an SSD cache directory" in ran.err
@@ -252,7 +237,7 @@ def test_a_directory_that_is_no_cache_is_left_alone(penstock: Callable, tmp_path
     assert missing.code == 2 and "does not exist" in missing.err and not (tmp_path / "none").exists()
 
 
-def test_looking_into_a_directory_needs_no_torch(cached: Path) -> None:
+def test_looking_into_a_directory_needs_no_torch(cached):
     script = "import sys; from penstock.cli import main; code = main(); print('torch' in sys.modules, code)"
     argv = [sys.executable, "-c", script, "cache", "verify", "--kv-offload-ssd-dir", str(cached)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
@@ -263,7 +248,7 @@ def test_looking_into_a_directory_needs_no_torch(cached: Path) -> None:
 
 
 @pytest.fixture
-def snapshots(tmp_path: Path) -> Path:
+def snapshots(tmp_path):
     """A directory with two snapshots, taken by a real engine."""
     folder, prompt = tmp_path / "snapshots", list(range(40))
     sizes = {"device_kv_blocks": 64, "kv_offload_ssd_gib": 0.01, "kv_offload_host_gib": 0.01}
@@ -275,7 +260,7 @@ def snapshots(tmp_path: Path) -> Path:
     return folder
 
 
-def test_snapshots_are_listed_and_counted(snapshots: Path, look: Callable) -> None:
+def test_snapshots_are_listed_and_counted(snapshots, look):
     ran, written = look("inspect", snapshots)
     assert ran.code == 0 and cells(ran.out)["snapshots"] == "2"
     assert {"first", "second"} <= set(cells(ran.out)) and "never" in ran.out
@@ -285,7 +270,7 @@ def test_snapshots_are_listed_and_counted(snapshots: Path, look: Callable) -> No
     assert look("verify", snapshots)[0].code == 0
 
 
-def test_a_damaged_snapshot_is_named_with_the_reason(snapshots: Path, look: Callable) -> None:
+def test_a_damaged_snapshot_is_named_with_the_reason(snapshots, look):
     first, second = sorted(snapshots.glob("*.snapshot"))
     first.write_bytes(first.read_bytes()[:50])
     second.rename(second.with_name(f"penstock-{'f' * 32}-{'f' * 32}.snapshot"))
@@ -295,7 +280,7 @@ def test_a_damaged_snapshot_is_named_with_the_reason(snapshots: Path, look: Call
     assert "another snapshot's name" in flat
 
 
-def test_clear_takes_snapshots_along(snapshots: Path, look: Callable) -> None:
+def test_clear_takes_snapshots_along(snapshots, look):
     (snapshots / f"penstock-{'a' * 32}-{'b' * 32}.new").write_bytes(b"begun")
     ran, _ = look("clear --yes", snapshots)
     assert ran.code == 0 and " and 3 snapshots of " in ran.out
