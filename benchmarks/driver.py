@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.report import Column, figure, print_table
-from penstock.commands.arguments import config_of, engine_flags, lora_flag
+from penstock.config import LoraConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.flags import config_of, engine_flags
 
 Flag = tuple[Any, str]  # default, help
 
@@ -21,7 +22,7 @@ Flag = tuple[Any, str]  # default, help
 def flags(doc: str | None, engine: bool = False, **others: Flag) -> argparse.ArgumentParser:
     """`--json`, one flag for each of `others`, of the kind of its default, and with `engine` all flags of an
     engine. A list is given with commas."""
-    parents = [engine_flags(), lora_flag(several=True)] if engine else []
+    parents = [engine_flags(LoraConfig)] if engine else []
     parser = argparse.ArgumentParser(
         description=doc, parents=parents, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from driver import flags, show, text, write
-from penstock.commands.arguments import config_of
 from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
+from penstock.flags import config_of
 
 LIMIT_S = 300.0
 OUTPUT = 8

@@ -104,10 +104,10 @@ class Asking:
 
 def in_process(args: argparse.Namespace, rest: list[str]) -> None:
     from penstock import cli
-    from penstock.commands.arguments import config_of
     from penstock.contract import SamplingParams
     from penstock.engine.build import build
     from penstock.engine.loop import EngineLoop
+    from penstock.flags import config_of
 
     engine = build(config_of(cli.make_parser().parse_args(["serve", *rest])))
     loop = EngineLoop(engine)

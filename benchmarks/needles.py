@@ -23,10 +23,10 @@ from typing import Any
 
 from driver import show, warmed, write
 from penstock.bench.report import Column
-from penstock.commands.arguments import Parser, counts, engine_flags, new_file, positive
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, PenstockError, StepFailed
+from penstock.flags import Parser, counts, engine_flags, new_file, positive
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 
 WARM_TOKENS = 2048

@@ -38,24 +38,23 @@ from penstock.bench.transfer_ways import (
     take_turns,
     write_tier,
 )
-from penstock.commands.arguments import (
-    Parser,
-    counts,
-    device_flag,
-    model_flag,
-    new_file,
-    positive,
-    remote_flags,
-)
-from penstock.commands.progress import ProgressBar
-from penstock.config import Config, ModelSource, OffloadConfig
+from penstock.config import OffloadConfig
 from penstock.engine.build import device_for
 from penstock.errors import ConfigError, InvariantBroken, PenstockError, StoreFailed
+from penstock.flags import (
+    Parser,
+    add_flags,
+    config_of,
+    counts,
+    new_file,
+    positive,
+)
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.build import COLD_READERS, COLD_WRITERS
 from penstock.kv.tiers.remote import KINDS
 from penstock.kv.tiers.store import pack
 from penstock.models.progress import Progress
+from penstock.progress import ProgressBar
 
 TIMEOUT_S = 60.0  # of a client: nothing is proven here, so that nothing has to be noticed soon
 MOONCAKE_BUFFER_BYTES = 512 << 20  # for values on their way
@@ -266,9 +265,8 @@ def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description="A shared store beside its own client.")
-    model_flag(parser)
-    device_flag(parser)
-    remote_flags(parser)
+    add_flags(parser, "model", "device", "kv_offload_remote", "kv_offload_remote_timeout_s")
+    parser.set_defaults(load_format="dummy")
     parser.add_argument(
         "--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once"
     )
@@ -277,13 +275,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write settings and results there")
     args = parser.parse_args(argv)
-    timeout_s = args.kv_offload_remote_timeout_s or OffloadConfig().remote_timeout_s
-    offload = OffloadConfig(remote=args.kv_offload_remote, remote_timeout_s=timeout_s)
-    config = Config(ModelSource(args.model, "dummy", args.device), offload=offload)
     try:
+        config = config_of(args)
         shape = TransferShape(layout_of(config), device_for(config), args.repeat, 0)
         with ProgressBar() as bar:
-            results = measure(offload, args.blocks, shape, bar)
+            results = measure(config.offload, args.blocks, shape, bar)
     except PenstockError as error:
         raise SystemExit(f"store_clients.py: {error}") from None
     report = BenchReport(

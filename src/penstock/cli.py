@@ -9,46 +9,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from penstock import __version__
-from penstock.commands.arguments import (
+from penstock.commands.bench_arguments import add_bench
+from penstock.config import LoraConfig, ModelSource, ServerConfig
+from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.flags import (
     Parser,
+    add_flags,
     config_of,
-    config_with_one_lora,
-    device_flag,
-    dtype_flag,
     engine_flags,
-    kv_gib_flag,
-    lora_flag,
-    max_model_len_flag,
-    model_flag,
     new_file,
-    number,
     sampling_flags,
     sampling_of,
-    ssd_dir_flag,
-    weights_flag,
     without_secrets,
 )
-from penstock.commands.bench_arguments import add_bench
-from penstock.config import (
-    Config,
-    EngineConfig,
-    KvConfig,
-    ModelSource,
-    ReasoningParser,
-    ServerConfig,
-    ToolCallParser,
-)
-from penstock.errors import ConfigError, PenstockError, UserError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -66,28 +47,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # while a closed pipe can still be dealt with
         return code
     except PenstockError as error:
-        print(f"penstock: error: {' '.join(without_secrets(str(error), argv).split())}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        return _failed(str(error), argv, EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
     except ModuleNotFoundError as error:
         if (error.name or "penstock").partition(".")[0] == "penstock":
             raise
-        print(
-            f"penstock: error: this command needs the package {error.name}, which is not installed",
-            file=sys.stderr,
-        )
-        return EXIT_FAILED
+        return _failed(f"this command needs the package {error.name}, which is not installed", argv)
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()  # the reader has closed the pipe
-        return EXIT_FAILED
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None and not isinstance(error, BrokenPipeError):
             raise
         _drop_output()
-        print(f"penstock: error: {' '.join(without_secrets(str(error), argv).split())}", file=sys.stderr)
-        return EXIT_FAILED
+        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe
+            return EXIT_FAILED
+        return _failed(str(error), argv)
+
+
+def _failed(message: str, argv: Sequence[str], code: int = EXIT_FAILED) -> int:
+    print(f"penstock: error: {' '.join(without_secrets(message, argv).split())}", file=sys.stderr)
+    return code
 
 
 def _ready_streams() -> None:
@@ -113,180 +92,70 @@ def _drop_output() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="penstock", description="An LLM inference engine whose KV cache outlives the accelerator."
-    )
+    about = "An LLM inference engine whose KV cache outlives the accelerator."
+    parser = Parser(prog="penstock", description=about)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parser.set_defaults(run=parser.show_help)
     _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
-    add_bench(commands)
+    add_bench(commands, _run)
     _add_cache(commands)
     _add_doctor(commands)
     return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    """The config first: an error in it is said before a command is imported."""
+    config = config_of(args)
+    code: int = importlib.import_module(f"penstock.commands.{args.command}").run(args, config)
+    return code
+
+
+def _write(args: argparse.Namespace) -> int:
+    """For commands that write text, from one model."""
+    args.sampling = sampling_of(args)
+    if len(args.lora) > 1:
+        names = ", ".join(name for name, _ in args.lora)
+        raise ConfigError(
+            f"argument --lora: answers can come from one adapter, and {len(args.lora)} are given: {names}"
+        )
+    return _run(args)
 
 
 # --------------------------------------------------------------------------------------------------- commands
 
 
 def _add_serve(commands: Any) -> None:
-    defaults = ServerConfig()
     about = "Serve a model over HTTP, compatible with OpenAI's API."
-    parser = commands.add_parser(
-        "serve", help="serve a model over HTTP", description=about, parents=[engine_flags(), lora_flag(True)]
-    )
-    group = parser.add_argument_group("server")
-    parser.add_argument(
-        "served_model", nargs="?", metavar="MODEL", help=f"the same as --model (unset: {ModelSource().model})"
-    )
-    parser.set_defaults(model=None)  # so that two models are noticed
-    group.add_argument("--host", default=defaults.host, help="address to listen on")
-    number(group, "--port", "port to listen on; 0 picks a free one", defaults.port)
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)",
-    )
-    group.add_argument(
-        "--public-metrics", action="store_true", help="with a key: /metrics is answered without it"
-    )
-    text = "send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)"
-    group.add_argument("--otlp-endpoint", metavar="URL", help=text)
-    names = "what clients call the model (unset: the name of its file)"
-    group.add_argument(
-        "--served-model-name", dest="served_names", nargs="+", default=[], metavar="NAME", help=names
-    )
-    origins = "scripts of this web origin may call; * for any; repeatable"
-    group.add_argument(
-        "--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origins
-    )
-    group.add_argument(
-        "--lora-dir",
-        metavar="DIR",
-        help="clients may load adapters from inside DIR (unset: they may load none)",
-    )
-    number(group, "--max-body-bytes", "larger requests are refused", defaults.max_body_bytes)
-    number(group, "--max-concurrent", "generations at once; more are answered 429", defaults.max_concurrent)
-    number(group, "--shutdown-s", "seconds that running requests get at the end", defaults.shutdown_s, float)
-    number(
-        group,
-        "--read-timeout-s",
-        "seconds for a request's header, and again for its body",
-        defaults.read_timeout_s,
-        float,
-    )
-    number(
-        group,
-        "--write-timeout-s",
-        "seconds in which a client has to take some of its reply",
-        defaults.write_timeout_s,
-        float,
-    )
-    text = "text of chat messages may spell special tokens, and open turns by that"
-    group.add_argument("--allow-special-tokens-in-text", action="store_true", help=text)
-    text = (
-        "format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as "
-        "its chat template says"
-    )
-    group.add_argument(
-        "--tool-call-parser", choices=get_args(ToolCallParser), default="auto", metavar="NAME", help=text
-    )
-    text = (
-        "think: text in <think> is reasoning_content; none: it is content; auto: think where the chat "
-        "template has it"
-    )
-    group.add_argument(
-        "--reasoning-parser", choices=get_args(ReasoningParser), default="auto", metavar="NAME", help=text
-    )
-    text = (
-        "auto: fields that a request leaves out are as the model's generation_config.json says; none: as "
-        "docs/http-api.md says"
-    )
-    group.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
-    text = (
-        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 "
-        "for 4 cores, up to 4)"
-    )
-    number(group, "--api-processes", text)
-    group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="how lines on stderr look"
-    )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="what goes to stderr",
-    )
-    parser.set_defaults(run=_serve)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    api_key = os.environ.get("PENSTOCK_API_KEY") if args.api_key is None else args.api_key
-    if api_key is not None and not api_key.strip():
-        raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
-    if args.otlp_endpoint is not None and not _has_opentelemetry():
-        raise ConfigError(
-            "--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install "
-            "'penstock[otel]'"
-        )
-    args.api_key, args.served_names, args.cors_origins = (
-        api_key,
-        tuple(args.served_names),
-        tuple(args.cors_origins),
-    )
-    server = ServerConfig(**{field.name: getattr(args, field.name) for field in fields(ServerConfig)})
-    if None not in (args.served_model, args.model):
-        raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
-    args.model = args.served_model or args.model
-    config = config_of(args)
-    from penstock.commands.serve import LogSettings, serve
-
-    return serve(config, server, LogSettings(args.log_level, args.log_format))
-
-
-def _has_opentelemetry() -> bool:
-    """Looked for, not imported: without the flag nothing of it is."""
-    try:
-        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        return False
+    parents = [engine_flags(LoraConfig, ServerConfig)]
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=parents)
+    text = f"the same as --model (unset: {ModelSource().model})"
+    parser.add_argument("served_model", nargs="?", metavar="MODEL", help=text)
+    parser.set_defaults(run=_run, command="serve", model=None)  # so that two models are noticed
 
 
 def _add_generate(commands: Any) -> None:
     about = "Write one answer to PROMPT on stdout, as it is generated; progress and figures go to stderr."
-    parents = [engine_flags(), lora_flag(False), sampling_flags(temperature=0.0, max_tokens=256)]
+    parents = [engine_flags(LoraConfig)]
     parser = commands.add_parser("generate", help="answer one prompt", description=about, parents=parents)
+    sampling_flags(parser, temperature=0.0, max_tokens=256)
     parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
-    parser.add_argument(
-        "--raw", action="store_true", help="continue PROMPT as it stands, without the model's chat template"
-    )
+    text = "continue PROMPT as it stands, without the model's chat template"
+    parser.add_argument("--raw", action="store_true", help=text)
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop where the model would")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write text and figures there, too")
-    parser.set_defaults(run=_generate)
-
-
-def _generate(args: argparse.Namespace) -> int:
-    config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.chat import generate
-
-    return generate(config, args.prompt, sampling, args.max_tokens is None, args.raw, args.json)
+    parser.set_defaults(run=_write, command="chat")
 
 
 def _add_chat(commands: Any) -> None:
     about = "Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."
-    parents = [engine_flags(), lora_flag(False), sampling_flags(temperature=0.7, max_tokens=1024)]
+    parents = [engine_flags(LoraConfig)]
     parser = commands.add_parser("chat", help="talk with a model", description=about, parents=parents)
+    sampling_flags(parser, temperature=0.7, max_tokens=1024)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.set_defaults(run=_chat)
-
-
-def _chat(args: argparse.Namespace) -> int:
-    config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.chat import chat
-
-    return chat(config, sampling, args.system)
+    parser.set_defaults(run=_write, command="chat")
 
 
 def _add_cache(commands: Any) -> None:
@@ -300,17 +169,11 @@ def _add_cache(commands: Any) -> None:
         ("clear", "remove the cache's files, and nothing else from the directory"),
     ):
         one = actions.add_parser(action, help=does, description=f"{does[0].upper()}{does[1:]}.")
-        ssd_dir_flag(one, required=True)
+        add_flags(one, "kv_offload_ssd_dir", required=True)
         one.add_argument("--json", type=new_file, metavar="FILE", help="write what was found there")
-        one.set_defaults(run=_cache, action=action, yes=False)
+        one.set_defaults(run=_run, command="cache", action=action)
         if action == "clear":
             one.add_argument("--yes", action="store_true", help="do not ask first")
-
-
-def _cache(args: argparse.Namespace) -> int:
-    from penstock.commands.cache import run_cache
-
-    return run_cache(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -319,19 +182,6 @@ def _add_doctor(commands: Any) -> None:
         "whether a model would load."
     )
     parser = commands.add_parser("doctor", help="check this machine, and a model", description=about)
-    model_flag(parser)
-    device_flag(parser)
-    dtype_flag(parser)
-    weights_flag(parser)
-    kv_gib_flag(parser)
-    max_model_len_flag(parser)
+    add_flags(parser, "model", "device", "dtype", "weights", "device_kv_gib", "max_model_len")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the checks there")
-    parser.set_defaults(run=_doctor)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    source = ModelSource(args.model, device=args.device, dtype=args.dtype, weights=args.weights)
-    config = Config(source, KvConfig(device_gib=args.device_kv_gib), EngineConfig(args.max_model_len))
-    from penstock.commands.doctor import doctor
-
-    return doctor(config, args.json)
+    parser.set_defaults(run=_run, command="doctor")

@@ -16,31 +16,28 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
-from penstock.commands.answer import Answer
-from penstock.commands.arguments import Parser, config_of, engine_flags, lora_flag
-from penstock.commands.hub import fetched
-from penstock.commands.progress import ProgressBar
-from penstock.config import Config
+from penstock.answer import Answer
 from penstock.contract import (
     Adapter,
     KvSource,
     SamplingParams,
     Snapshot,
-    SnapshotContent,
     SnapshotRequest,
     TokenLogprob,
 )
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
+from penstock.flags import config_from
+from penstock.models.hub import fetched
 from penstock.models.progress import Progress, silent
+from penstock.progress import ProgressBar
 
 Message = Mapping[str, Any]  # "role" and "content"
 Prompt = str | Sequence[int]  # text, or token ids
@@ -78,26 +75,23 @@ class LLM:
         """`options` are the flags of `penstock serve` that concern the engine, with underscores:
         `max_model_len=4096`, `kv_offload_ssd_dir="/var/cache/penstock"`, `no_prefix_cache=True`,
         `lora=["name=DIR"]`. Raises ConfigError."""
-        config = _config(model, options)
-        with contextlib.ExitStack() as stack:
-            progress: Progress = stack.enter_context(ProgressBar()) if show_progress else silent
+        config = config_from({"model": model or None, **options})
+        self._show_progress = show_progress
+        with self._progress() as progress:
             self._engine = build(fetched(config), progress)
             self._loop = EngineLoop(self._engine)
             self._lock = threading.Lock()
             self._closed = False
             self._loop.start(progress)
-        self._show_progress = show_progress
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_loop"):  # else it was never made
+        if hasattr(self, "_closed"):  # else it was never made
             self.close()
 
     def close(self) -> None:
@@ -133,16 +127,14 @@ class LLM:
         self, prompts: Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> list[Completion]: ...
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]
-    ) -> Completion | list[Completion]:
+    def generate(self, prompts: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
         """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a
         list of them a list. `adapter=` names an adapter; the tokens of `snapshot=` come before each
         prompt."""
-        # Text, or token ids: a list of whole numbers.
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several = cast(Sequence[Prompt], [prompts] if single else prompts)
-        made = self._answer_all([self._continued(prompt, sampling, **options) for prompt in several])
+        single = isinstance(prompts, str) or _begins_with(prompts, int)
+        made = self._answers(
+            self._asked(False, one, sampling, **options) for one in ([prompts] if single else prompts)
+        )
         return made[0] if single else made
 
     @overload
@@ -154,17 +146,13 @@ class LLM:
         self, messages: Sequence[Messages], sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> list[Completion]: ...
 
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling: Sampling = None,
-        **options: Unpack[AnswerOptions],
-    ) -> Completion | list[Completion]:
+    def chat(self, messages: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
         """The answer to a conversation; with several conversations, their answers in order. `adapter=` names
         an adapter; the messages of `snapshot=` come before each conversation."""
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        several = cast(Sequence[Messages], [messages] if single else messages)
-        made = self._answer_all([self._chatted(one, sampling, **options) for one in several])
+        single = _begins_with(messages, Mapping)
+        made = self._answers(
+            self._asked(True, one, sampling, **options) for one in ([messages] if single else messages)
+        )
         return made[0] if single else made
 
     async def agenerate(
@@ -183,25 +171,25 @@ class LLM:
         self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> Iterator[str]:
         """Text as it becomes certain. Closing the iterator cancels the rest."""
-        return _pieces(self._continued(prompt, sampling, **options))
+        return _pieces(self._asked(False, prompt, sampling, **options))
 
     def stream_chat(
         self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> Iterator[str]:
         """The same for a conversation."""
-        return _pieces(self._chatted(messages, sampling, **options))
+        return _pieces(self._asked(True, messages, sampling, **options))
 
     def astream(
         self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> AsyncIterator[str]:
         """As `stream`, for asyncio."""
-        return _async_pieces(self._continued(prompt, sampling, **options))
+        return _async_pieces(self._asked(False, prompt, sampling, **options))
 
     def astream_chat(
         self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> AsyncIterator[str]:
         """As `stream_chat`, for asyncio."""
-        return _async_pieces(self._chatted(messages, sampling, **options))
+        return _async_pieces(self._asked(True, messages, sampling, **options))
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
@@ -216,18 +204,9 @@ class LLM:
     ) -> Snapshot:
         """Keep the computed KV of a prompt or conversation, or of its first `tokens`, until it is deleted or
         `ttl_s` are over. `generate` and `chat` continue it by name. Blocks until it is saved."""
-        messages = ""
-        if isinstance(prompt, str):
-            ids = self._engine.tokenizer.encode(prompt)
-        elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            conversation = cast(Messages, prompt)
-            ids, messages = (
-                self._engine.tokenizer.encode_chat(conversation),
-                json.dumps([dict(one) for one in conversation]),
-            )
-        else:
-            ids = list(cast(Sequence[int], prompt))
-        data = np.asarray(ids, np.uint32).tobytes()
+        is_chat = _begins_with(prompt, Mapping)
+        messages = json.dumps([dict(one) for one in cast(Messages, prompt)]) if is_chat else ""
+        data = np.asarray(self._tokens(is_chat, prompt), np.uint32).tobytes()
         return self._engine.snapshots.take(
             SnapshotRequest(name, "", data, tokens, ttl_s, "", self._adapter(adapter), messages)
         )
@@ -241,47 +220,43 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _continued(
-        self, prompt: Prompt, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None
-    ) -> Answer:
-        before = (
-            []
-            if snapshot is None
-            else np.frombuffer(self._opened(snapshot, adapter).tokens, np.uint32).tolist()
-        )
-        tokens = (
-            self._engine.tokenizer.encode(prompt, add_special=snapshot is None)
-            if isinstance(prompt, str)
-            else list(prompt)
-        )
-        return self._asked([*before, *tokens], sampling, adapter, begins=False)
+    def _progress(self, several: bool = True) -> contextlib.AbstractContextManager[Progress]:
+        return ProgressBar() if self._show_progress and several else contextlib.nullcontext(silent)
 
-    def _chatted(
-        self, messages: Messages, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None
+    def _tokens(self, is_chat: bool, prompt: Any, add_special: bool = True) -> list[int]:
+        if is_chat:
+            return self._engine.tokenizer.encode_chat(prompt)
+        if isinstance(prompt, str):
+            return self._engine.tokenizer.encode(prompt, add_special=add_special)
+        return list(prompt)
+
+    def _asked(
+        self,
+        is_chat: bool,
+        prompt: Any,
+        sampling: Sampling,
+        adapter: str | None = None,
+        snapshot: str | None = None,
     ) -> Answer:
-        before: Messages = []
+        if self._closed:
+            raise EngineClosed("this LLM is closed")
+        loaded, before = self._adapter(adapter), []
         if snapshot is not None:
-            content = self._opened(snapshot, adapter)
-            if not content.messages:
+            content = self._engine.snapshots.open(snapshot, "", loaded)
+            if not is_chat:
+                before = np.frombuffer(content.tokens, np.uint32).tolist()
+            elif content.messages:
+                prompt = [*json.loads(content.messages), *prompt]
+            else:
                 raise InvalidRequest(
                     f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot"
                 )
-            before = json.loads(content.messages)
-        return self._asked(
-            self._engine.tokenizer.encode_chat([*before, *messages]), sampling, adapter, begins=True
-        )
-
-    def _opened(self, snapshot: str, adapter: str | None) -> SnapshotContent:
-        return self._engine.snapshots.open(snapshot, "", self._adapter(adapter))
-
-    def _asked(self, tokens: list[int], sampling: Sampling, adapter: str | None, begins: bool) -> Answer:
-        if self._closed:
-            raise EngineClosed("this LLM is closed")
+        tokens = before + self._tokens(is_chat, prompt, add_special=snapshot is None)
         if sampling is None:  # as far as the context goes
             sampling = SamplingParams(**self._engine.sampling)
             room = self.max_model_len - len(tokens)
             sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
-        return Answer(self._engine, tokens, sampling, self._adapter(adapter), begins)
+        return Answer(self._engine, tokens, sampling, loaded, begins=is_chat)
 
     def _adapter(self, name: str | None) -> Adapter | None:
         if name is None:
@@ -291,26 +266,28 @@ class LLM:
             raise InvalidRequest(f"there is no adapter {name!r}; loaded are: {', '.join(loaded) or 'none'}")
         return loaded[name]
 
-    def _answer_all(self, answers: Sequence[Answer]) -> list[Completion]:
+    def _answers(self, asked: Iterable[Answer]) -> list[Completion]:
         """All at once, as far as the engine accepts them; the rest as others end. If one fails, the others
         are cancelled."""
         made: list[Completion] = []
-        waiting, open_ = deque(answers), deque[Answer]()
-        with contextlib.ExitStack() as stack:
-            progress: Progress = (
-                stack.enter_context(ProgressBar()) if self._show_progress and len(answers) > 1 else silent
-            )
+        waiting, open_ = deque(asked), deque[Answer]()
+        total = len(waiting)
+        with self._progress(several=total > 1) as progress:
             try:
                 while waiting or open_:
                     while waiting and _try_begin(waiting[0], alone=not open_):
                         open_.append(waiting.popleft())
-                    text = "".join(open_[0].pieces())
-                    made.append(_completion(open_.popleft(), text))
-                    progress("answering", len(made), len(answers))
+                    made.append(_completion(open_[0]))
+                    open_.popleft()
+                    progress("answering", len(made), total)
             finally:
                 for answer in open_:
                     answer.cancel()
         return made
+
+
+def _begins_with(values: Any, kind: type) -> bool:
+    return len(values) > 0 and isinstance(values[0], kind)
 
 
 def _try_begin(answer: Answer, alone: bool) -> bool:
@@ -325,11 +302,9 @@ def _try_begin(answer: Answer, alone: bool) -> bool:
             time.sleep(_RETRY_S)
 
 
-def _completion(answer: Answer, text: str) -> Completion:
-    figures = answer.figures()
-    return Completion(
-        text, answer.tokens, figures.finish, figures.prompt_tokens, figures.kv_source, answer.logprobs
-    )
+def _completion(answer: Answer) -> Completion:
+    text, of = "".join(answer.pieces()), answer.figures()
+    return Completion(text, answer.tokens, of.finish, of.prompt_tokens, of.kv_source, answer.logprobs)
 
 
 def _pieces(answer: Answer) -> Iterator[str]:
@@ -347,21 +322,3 @@ async def _async_pieces(answer: Answer) -> AsyncIterator[str]:
             yield piece
     finally:
         answer.cancel()
-
-
-def _config(model: str, options: Mapping[str, Any]) -> Config:
-    """Through the command-line parser, so that names, defaults and errors are the same."""
-    arguments = ["--model", model] if model else []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments += [flag] if value else ["--no-" + flag[2:]] if name == "kv_offload" else []
-        elif isinstance(value, (list, tuple)):
-            arguments += [part for one in value for part in (flag, str(one))]
-        elif value is not None:
-            arguments += [flag, str(value)]
-    return config_of(
-        Parser(parents=[engine_flags(), lora_flag(several=True)], add_help=False, prog="LLM").parse_args(
-            arguments
-        )
-    )

@@ -9,8 +9,8 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a folder: its parent is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from penstock.commands.arguments import Parser, config_of, engine_flags, number, positive
 from penstock.errors import ConfigError, PenstockError
+from penstock.flags import Parser, config_of, engine_flags, number, positive
 
 
 def make_parser() -> Parser:

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.commands.answer import running_engine
-from penstock.commands.progress import ProgressBar
+from penstock.answer import running_engine
 from penstock.config import Config
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import device_for
@@ -32,6 +31,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.progress import Progress
+from penstock.progress import ProgressBar
 from penstock.speculation.mtp import TENSORS_FILE, write_head
 from penstock.speculation.vocab import DraftVocab
 from train_mtp.training import (

@@ -10,66 +10,60 @@ import json
 import signal
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.answer import Answer, given_adapter, running_engine
+from penstock.answer import Answer, given_adapter, running_engine
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.models.tokenizer import TextCodec
+from penstock.progress import plain_console
 
 # a quarter of the context is kept free for the answer, where that many tokens are wanted at all
 ANSWER_SHARE = 4
 
 
-def generate(
-    config: Config,
-    prompt: str,
-    sampling: SamplingParams,
-    max_tokens_is_default: bool,
-    raw: bool,
-    json_file: Path | None,
-) -> int:
+def run(args: Namespace, config: Config) -> int:
+    if "prompt" in args:
+        return _generate(args, config)
+    with running_engine(config) as engine:
+        context = engine.max_model_len
+        conversation = Conversation(engine.tokenizer, context, args.sampling.max_tokens, args.system)
+        Chat(engine, conversation, args.sampling).run()
+    return 0
+
+
+def _generate(args: Namespace, config: Config) -> int:
     """The prompt "-" is stdin; a `raw` one has no chat template."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not text:
         raise ConfigError("PROMPT is empty")
     with running_engine(config) as engine:
-        chat = not raw and engine.tokenizer.has_chat_template
-        tokens = (
-            engine.tokenizer.encode_chat([{"role": "user", "content": text}])
-            if chat
-            else engine.tokenizer.encode(text)
-        )
-        adapter = given_adapter(engine)
-        sampling = _fitting(sampling, max_tokens_is_default, engine.max_model_len - len(tokens))
+        encoder, adapter = engine.tokenizer, given_adapter(engine)
+        chat = not args.raw and encoder.has_chat_template
+        tokens = encoder.encode_chat([_message("user", text)]) if chat else encoder.encode(text)
+        sampling = args.sampling
+        room = engine.max_model_len - len(tokens)
+        # a default yields to the context; what was asked for does not, and the engine says why it cannot be
+        if args.max_tokens is None and 1 <= room < sampling.max_tokens:
+            sampling = dataclasses.replace(sampling, max_tokens=room)
         answer = Answer(engine, tokens, sampling, adapter, begins=chat)
-        written: list[str] = []
         for piece in answer.pieces():
-            written.append(piece)
             print(piece, end="", flush=True)
         print()
         figures = answer.figures()
         print(figures.line(), file=sys.stderr)
-        if json_file is not None:
+        if args.json is not None:
             name = engine.name if adapter is None else adapter.name
             told = {**dataclasses.asdict(figures), "decode_tokens_per_s": figures.decode_tokens_per_s}
-            report = {"model": name, **told, "text": "".join(written), "config": config.shown()}
-            json_file.write_text(json.dumps(report, indent=2) + "\n")
+            report = {"model": name, **told, "text": answer.text, "config": config.shown()}
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
-
-
-def _fitting(sampling: SamplingParams, is_default: bool, room: int) -> SamplingParams:
-    """A default yields to the context; what was asked for does not, and the engine says why it cannot be."""
-    yields = is_default and 1 <= room < sampling.max_tokens
-    return dataclasses.replace(sampling, max_tokens=room) if yields else sampling
 
 
 # ------------------------------------------------------------------------------------------------------- chat
@@ -95,35 +89,33 @@ class Conversation:
         self._tokenizer = tokenizer
         self._context = context
         self._max_tokens = max_tokens
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._turns: list[tuple[str, str]] = []
+        self._system = [] if system is None else [_message("system", system)]
+        self._messages: list[dict[str, str]] = []  # two a turn
 
     def ask(self, question: str) -> Turn:
         """The prompt for `question`. Forgets the oldest turns if needed, but none if the question cannot
         fit."""
         reserve = max(1, min(self._max_tokens, self._context // ANSWER_SHARE))
-        for num_forgotten in range(len(self._turns) + 1):
-            prompt = self._render(self._turns[num_forgotten:], question)
+        for first in range(0, len(self._messages) + 1, 2):
+            kept = [*self._system, *self._messages[first:], _message("user", question)]
+            prompt = self._tokenizer.encode_chat(kept)
             if len(prompt) + reserve <= self._context:
-                del self._turns[:num_forgotten]
-                return Turn(prompt, min(self._max_tokens, self._context - len(prompt)), num_forgotten)
+                del self._messages[:first]
+                return Turn(prompt, min(self._max_tokens, self._context - len(prompt)), first // 2)
         raise InvalidRequest(
             f"this message alone makes a prompt of {len(prompt)} tokens; "
             f"the context holds {self._context}, of which {reserve} are for the answer"
         )
 
     def add(self, question: str, answer: str) -> None:
-        self._turns.append((question, answer))
+        self._messages += [_message("user", question), _message("assistant", answer)]
 
     def reset(self) -> None:
-        self._turns.clear()
+        self._messages.clear()
 
-    def _render(self, turns: list[tuple[str, str]], question: str) -> list[int]:
-        messages = list(self._system)
-        for asked, answered in turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        messages.append({"role": "user", "content": question})
-        return self._tokenizer.encode_chat(messages)
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 HELP = "/reset forgets the conversation · /quit or Ctrl-D leaves · /help shows this · Ctrl-C stops an answer"
@@ -131,13 +123,6 @@ PROMPT = "\001\033[1;36m\002> \001\033[0m\002"  # the marks tell readline which 
 
 # What a model writes must not drive the terminal: of the control characters only tab and newline go through.
 _UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-
-
-def chat(config: Config, sampling: SamplingParams, system: str | None) -> int:
-    with running_engine(config) as engine:
-        conversation = Conversation(engine.tokenizer, engine.max_model_len, sampling.max_tokens, system)
-        Chat(engine, conversation, sampling).run()
-    return 0
 
 
 class Chat:
@@ -148,37 +133,27 @@ class Chat:
         self._adapter = given_adapter(engine)
         self._conversation = conversation
         self._sampling = sampling
-        self._out = Console(soft_wrap=True, highlight=False, markup=False)
-        self._notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        self._out = plain_console()
+        self._notes = plain_console(stderr=True)
 
     def run(self) -> None:
         interactive = sys.stdin.isatty()
         if interactive:
-            name = (
-                self._engine.name
-                if self._adapter is None
-                else (f"{self._engine.name} with adapter {self._adapter.name}")
-            )
-            self._note(f"{name}, context of {self._engine.max_model_len} tokens. {HELP}")
+            adapter = "" if self._adapter is None else f" with adapter {self._adapter.name}"
+            context = f"context of {self._engine.max_model_len} tokens"
+            self._note(f"{self._engine.name}{adapter}, {context}. {HELP}")
         for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
-            if line.startswith("/"):
-                if not self._obey(line):
-                    return
+            if line == "/quit":
+                return
+            if line == "/reset":
+                self._conversation.reset()
+                self._note("the conversation starts anew")
+            elif line == "/help":
+                self._note(HELP)
+            elif line.startswith("/"):
+                self._note(f"there is no command {line.split()[0]}. {HELP}")
             elif line:
                 self._answer(line)
-
-    def _obey(self, command: str) -> bool:
-        """Whether to go on."""
-        if command == "/quit":
-            return False
-        if command == "/reset":
-            self._conversation.reset()
-            self._note("the conversation starts anew")
-        elif command == "/help":
-            self._note(HELP)
-        else:
-            self._note(f"there is no command {command.split()[0]}. {HELP}")
-        return True
 
     def _answer(self, question: str) -> None:
         try:
@@ -191,19 +166,13 @@ class Chat:
                 f"the context is full: the oldest {turn.num_forgotten} of the conversation's turns no "
                 "longer count"
             )
-        answer = Answer(
-            self._engine,
-            turn.prompt,
-            dataclasses.replace(self._sampling, max_tokens=turn.max_tokens),
-            self._adapter,
-        )
-        written: list[str] = []
+        sampling = dataclasses.replace(self._sampling, max_tokens=turn.max_tokens)
+        answer = Answer(self._engine, turn.prompt, sampling, self._adapter)
         with _interrupts(answer):
             for piece in answer.pieces():
-                written.append(piece)
                 self._show(piece)
         self._show("\n")
-        self._conversation.add(question, "".join(written))
+        self._conversation.add(question, answer.text)
         self._note(answer.figures().line())
 
     def _show(self, text: str) -> None:
@@ -241,10 +210,7 @@ def _interrupts(answer: Answer) -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        answer.interrupt()
-
-    before = signal.signal(signal.SIGINT, stop)
+    before = signal.signal(signal.SIGINT, lambda *_: answer.interrupt())
     try:
         yield
     finally:

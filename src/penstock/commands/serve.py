@@ -9,25 +9,28 @@ do fronts.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from socket import socket
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.commands.hub import fetched, hub_name
 from penstock.config import GIB, Config, ServerConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.models.hub import fetched, hub_name
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.engine.loop import EngineLoop
     from penstock.server.boundary import EngineSetup, FromParent, Wire
 
 logger = logging.getLogger("penstock.serve")
@@ -36,10 +39,35 @@ _PR_SET_PDEATHSIG = 1
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
+def run(args: Namespace, config: Config) -> int:
+    if args.api_key is None:
+        args.api_key = os.environ.get("PENSTOCK_API_KEY")
+    if args.api_key is not None and not args.api_key.strip():
+        raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
+    if args.otlp_endpoint is not None and not _has_opentelemetry():
+        raise ConfigError(
+            "--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install "
+            "'penstock[otel]'"
+        )
+    if args.served_model is not None:
+        if args.model is not None:
+            raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
+        config = replace(config, source=replace(config.source, model=args.served_model))
+    return serve(config, ServerConfig.of(vars(args)))
+
+
+def _has_opentelemetry() -> bool:
+    """Looked for, not imported: without the flag nothing of it is."""
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def serve(config: Config, server: ServerConfig) -> int:
     """What is missing, taken or too large is said before the weights are read."""
     run = _server()
-    set_up_logs(logs)
+    set_up_logs(server.log_level, server.log_format)
     with run.bind(server) as listener:
         name = hub_name(config.source.model)
         if name is not None and not server.served_names:
@@ -49,19 +77,16 @@ def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
             return _serve_here(config, server, listener, run)
         from penstock.server.supervise import Supervisor
 
-        return Supervisor(config, server, (logs.level, logs.format), listener, child_command).run()
+        return Supervisor(
+            config, server, (server.log_level, server.log_format), listener, child_command
+        ).run()
 
 
 def _serve_here(config: Config, server: ServerConfig, listener: socket, run: ModuleType) -> int:
     """Engine and HTTP in this process."""
-    from penstock.commands.answer import load_engine, start_loop
-    from penstock.engine.build import check_ahead
-    from penstock.engine.loop import EngineLoop
+    from penstock.answer import start_loop
 
-    check_ahead(config)
-    engine = load_engine(config)
-    loop = EngineLoop(engine)
-
+    engine, loop = _loaded(config)
     try:
         http = run.server_here(engine, loop, server, listener)
         _log_summary(engine, config, server, http.url)
@@ -75,49 +100,53 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
 
 def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     """In the engine's process. Fronts are started while it loads."""
-    from penstock.commands.answer import load_engine, start_loop
-    from penstock.engine.build import check_ahead, device_for
-    from penstock.engine.loop import EngineLoop
+    from penstock.answer import start_loop
+    from penstock.engine.build import device_for
     from penstock.server.boundary import Starting, unpacked
     from penstock.server.links import EngineProcess
 
     config, server = unpacked(setup.config, Config), unpacked(setup.server, ServerConfig)
     parent.send(Starting(device_for(config).type))
-    check_ahead(config)
-    engine = load_engine(config)
-    loop = EngineLoop(engine)
+    engine, loop = _loaded(config)
     _log_summary(engine, config, server, setup.url)
     return EngineProcess(engine, loop, parent, server.shutdown_s).run(lambda: start_loop(loop))
 
 
+def _loaded(config: Config) -> tuple[Engine, EngineLoop]:
+    from penstock.answer import load_engine
+    from penstock.engine.build import check_ahead
+    from penstock.engine.loop import EngineLoop
+
+    check_ahead(config)
+    engine = load_engine(config)
+    return engine, EngineLoop(engine)
+
+
 def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> None:
     facts = summary(engine, config, server, url)
-    logger.info(
-        "%s",
-        "\n".join(["serving", *(f"  {key}: {value}" for key, value in facts.items())]),
-        extra={"fields": facts},
-    )
+    lines = "\n".join(["serving", *(f"  {key}: {value}" for key, value in facts.items())])
+    logger.info("%s", lines, extra={"fields": facts})
 
 
-def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> Mapping[str, Any]:
+def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> dict[str, Any]:
     """A summary of the configuration for the log. No secrets."""
-    arena = engine.arena
-    kv = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items() if states}
-    sizes = ", ".join(
-        f"{tier} {num * arena.layout.block_bytes / GIB:.2f} GiB ({num} blocks)" for tier, num in kv.items()
-    )
-    shared = [tier for tier in engine.tiers if tier not in kv]
+    layout = engine.arena.layout
+    sizes = []
+    for tier, states in engine.stats().kv_blocks.items():
+        num = sum(states.values())  # a shared store has none of its own
+        sizes.append(f"{tier} {num * layout.block_bytes / GIB:.2f} GiB ({num} blocks)" if states else tier)
+    threads = {} if engine.threads is None else {"threads": str(engine.threads)}
     return {
         "event": "serving",
         "version": __version__,
         "model": ", ".join(server.served_names or (engine.name,)),
         "adapters": len(engine.adapters.all()),
-        "device": str(arena.device),
-        "dtype": arena.layout.dtype,
+        "device": str(engine.arena.device),
+        "dtype": layout.dtype,
         "weights": engine.weights,
-        **({} if engine.threads is None else {"threads": str(engine.threads)}),
-        "kv": ", ".join([sizes, *shared]),
-        "block_tokens": arena.layout.block_tokens,
+        **threads,
+        "kv": ", ".join(sizes),
+        "block_tokens": layout.block_tokens,
         "max_model_len": engine.max_model_len,
         "max_batch": config.engine.max_batch,
         "max_concurrent": server.max_concurrent,
@@ -143,11 +172,6 @@ def _server() -> ModuleType:
 # -------------------------------------------------------------------------------------------------- log lines
 
 
-class LogSettings(NamedTuple):
-    level: str = "info"
-    format: Literal["text", "json"] = "text"
-
-
 class JsonLines(logging.Formatter):
     """One JSON object a line. A record's `fields` are fields of it, instead of text that would have to be
     taken apart again."""
@@ -162,10 +186,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up_logs(settings: LogSettings) -> None:
+def set_up_logs(level: str, format: str) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if settings.format == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=settings.level.upper(), handlers=[handler])
+    handler.setFormatter(JsonLines() if format == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 # -------------------------------------------------------------------------------------------------- processes
@@ -178,29 +202,28 @@ def child_command(kind: str, fds: Sequence[int]) -> list[str]:
 
 def run_child(argv: Sequence[str]) -> int:
     from penstock.server import boundary
-    from penstock.server.boundary import FromParent, ProtocolBroken, Wire
+    from penstock.server.boundary import EngineSetup, FromParent, FrontSetup, ProtocolBroken, Wire
 
-    kind, parent_pid, *fds = argv
+    _, parent_pid, *fds = argv
     _end_with(int(parent_pid))
     sockets = [int(fd) for fd in fds]
     parent: Wire[FromParent] = Wire(socket(fileno=sockets[0]), FromParent)
     setup = parent.receive()
     try:
-        if isinstance(setup, boundary.EngineSetup | boundary.FrontSetup):
-            if setup.version != boundary.VERSION:
-                raise ProtocolBroken(
-                    f"the parent speaks version {setup.version} of the protocol, and this process "
-                    f"{boundary.VERSION}"
-                )
-            set_up_logs(LogSettings(*setup.logs))  # type: ignore[arg-type]
-        if kind == "engine" and isinstance(setup, boundary.EngineSetup):
+        if not isinstance(setup, EngineSetup | FrontSetup):
+            raise ProtocolBroken(f"a new process got {type(setup).__name__} as its first message")
+        if setup.version != boundary.VERSION:
+            raise ProtocolBroken(
+                f"the parent speaks version {setup.version} of the protocol, and this process "
+                f"{boundary.VERSION}"
+            )
+        set_up_logs(*setup.logs)
+        if isinstance(setup, EngineSetup):
             return run_engine(setup, parent)
-        if kind == "front" and isinstance(setup, boundary.FrontSetup):
-            from penstock.server.run import run_front
+        from penstock.server.run import run_front
 
-            run_front(setup, parent, socket(fileno=sockets[1]), socket(fileno=sockets[2]), sockets[3])
-            return 0
-        raise ProtocolBroken(f"a process of kind {kind} got {type(setup).__name__} as its first message")
+        run_front(setup, parent, socket(fileno=sockets[1]), socket(fileno=sockets[2]), sockets[3])
+        return 0
     except PenstockError as error:
         parent.send(boundary.Broken(boundary.fault_from(error)))
         return 1

@@ -18,10 +18,11 @@ class Ran(NamedTuple):
 
 @pytest.fixture
 def penstock(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def run(*argv: str) -> Ran:
+    def run(line: str = "", *more: str) -> Ran:
+        """`line` is split at its spaces."""
         capsys.readouterr()
         try:
-            code = main(argv)
+            code = main([*line.split(" "), *more] if line else [])
         except SystemExit as left:  # --help and --version
             code = left.code
         return Ran(code, *capsys.readouterr())

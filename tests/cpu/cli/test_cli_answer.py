@@ -1,45 +1,54 @@
-"""One answer: its text, its figures, and its end by stop string, interrupt or failure."""
+"""One answer: its text, its figures, its end by stop string, interrupt or failure; and how progress is
+shown."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from penstock.commands import answer as answer_module
-from penstock.commands.answer import Answer, Figures, running_engine
-from penstock.commands.chat import _fitting
-from penstock.commands.progress import ProgressBar
+from penstock import answer as answer_module
+from penstock.answer import Answer, Figures, running_engine
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.errors import EngineClosed, StepFailed
 from penstock.models.tokenizer import ByteTokenizer
+from penstock.progress import ProgressBar
+
+TINY = Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with running_engine(
-        Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))
-    ) as engine:
+    with running_engine(TINY) as engine:
         yield engine
 
 
-def _greedy(max_tokens: int, *stop: str) -> SamplingParams:
+def greedy(max_tokens: int, *stop: str) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
 
 
-def test_pieces_are_the_text_of_all_tokens(engine):
-    answer = Answer(engine, list(b"hello"), _greedy(9))
+def test_pieces_are_the_text_of_all_tokens_up_to_a_stop_string(engine):
+    answer = Answer(engine, list(b"hello"), greedy(40))
     text = "".join(answer.pieces())
     figures = answer.figures()
-    assert text and (figures.prompt_tokens, figures.generated_tokens, figures.finish) == (5, 9, "length")
+    assert text and (figures.prompt_tokens, figures.generated_tokens, figures.finish) == (5, 40, "length")
     assert 0 < figures.first_token_s < figures.total_s and figures.decode_tokens_per_s > 0
+    stop = text[6:9]
+    answer = Answer(engine, list(b"hello"), greedy(200, stop))
+    assert "".join(answer.pieces()) == text[: text.index(stop)]
+    assert answer.figures().finish == "stop" and answer.figures().generated_tokens < 40
 
 
-def test_an_interrupt_ends_the_request_and_leaves_no_block_behind(engine):
-    answer = Answer(engine, list(b"a long story"), _greedy(2000))
+@pytest.mark.parametrize("when", ["before the submit", "while it runs"])
+def test_an_interrupt_ends_the_request_and_leaves_no_block_behind(engine, when):
+    answer = Answer(engine, list(b"a long story"), greedy(2000))
     pieces = answer.pieces()
-    assert next(pieces)
+    if when == "while it runs":
+        assert next(pieces)
     for _ in range(3):  # however often it is pressed
         answer.interrupt()
     assert sum(1 for _ in pieces) < 1000
@@ -48,112 +57,22 @@ def test_an_interrupt_ends_the_request_and_leaves_no_block_behind(engine):
     assert blocks["active"] == blocks["reserved"] == 0
 
 
-def test_an_interrupt_before_the_submit_is_not_lost(engine):
-    answer = Answer(engine, list(b"never mind"), _greedy(2000))
-    answer.interrupt()
-    assert len("".join(answer.pieces())) < 1000
-    assert answer.figures().finish == "cancelled"
-
-
-def test_a_stop_string_cancels_what_is_left(engine):
-    whole = "".join(Answer(engine, list(b"hello"), _greedy(200)).pieces())
-    stop = whole[6:9]
-    answer = Answer(engine, list(b"hello"), _greedy(200, stop))
-    assert "".join(answer.pieces()) == whole[: whole.index(stop)]
-    assert answer.figures().finish == "stop" and answer.figures().generated_tokens < 200
-
-
-class _Failing:
-    """An engine whose request fails."""
-
-    tokenizer = ByteTokenizer(256)
-    ended = None
-
-    def submit(self, prompt, sampling, listener, adapter=None):
-        listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
-        listener(TokenEvent("r", finish=FinishReason.ERROR, error="the step broke"))
-        return "r"
-
-
-class _Ending:
-    """An engine whose first and only word is the token that ends the answer, or comes right before it."""
+class Scripted:
+    """An engine that says these events, and then no more. After `ends` questions whether it has ended it has;
+    None: never."""
 
     tokenizer = ByteTokenizer(256)
 
-    def __init__(self, *tokens: int) -> None:
-        self._tokens = tokens
-
-    def submit(self, prompt, sampling, listener, adapter=None):
-        for token in self._tokens:
-            listener(TokenEvent("r", tokens=(token,)))
-        listener(TokenEvent("r", finish=FinishReason.STOP, stop_token=2))
-        return "r"
-
-
-@pytest.mark.parametrize("tokens", [(), (65,), (65, 66)])
-def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text(tokens, monkeypatch):
-    now = iter(range(100, 200))
-    monkeypatch.setattr("penstock.commands.answer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
-    answer = Answer(_Ending(*tokens), [1, 2], _greedy(5))
-    assert "".join(answer.pieces()) == bytes(tokens).decode()
-    figures = answer.figures()
-    assert (figures.generated_tokens, figures.finish, figures.kv_source) == (
-        len(tokens) + 1,
-        "stop",
-        KvSource(computed=2),
-    )
-    assert (figures.first_token_s, figures.total_s) == (1.0, 2.0)
-
-
-class _AtOnce:
-    """An engine that says all of an answer in one event."""
-
-    tokenizer = ByteTokenizer(256)
-    ended = None
-
-    def submit(self, prompt, sampling, listener, adapter=None):
-        tokens = tuple(b"abcdef")
-        scores = tuple(TokenLogprob(token, -1.0, 1, ()) for token in tokens)
-        listener(TokenEvent("r", tokens=tokens, logprobs=scores))
-        listener(TokenEvent("r", finish=FinishReason.CANCELLED))
-        return "r"
-
-    def cancel(self, request_id):
-        pass
-
-
-def test_tokens_and_logprobs_end_together_where_a_stop_string_does():
-    answer = Answer(_AtOnce(), [1], SamplingParams(max_tokens=9, stop=("cd",), logprobs=0))
-    assert "".join(answer.pieces()) == "ab" and answer.tokens == list(b"abcd")
-    assert [score.token for score in answer.logprobs] == answer.tokens
-    assert Answer(_AtOnce(), [1], _greedy(9)).logprobs is None
-
-
-@pytest.mark.parametrize(("room", "expected"), [(-1, 9), (0, 9), (1, 1), (8, 8), (9, 9), (10, 9)])
-def test_a_default_length_yields_to_any_room_that_is_left(room, expected):
-    """Where none is, what was asked for stays, and the engine says why it cannot be."""
-    assert _fitting(_greedy(9), True, room).max_tokens == expected
-    assert _fitting(_greedy(9), False, room).max_tokens == 9
-
-
-def test_a_failed_request_raises_after_the_text_it_had():
-    pieces = Answer(_Failing(), [1], _greedy(5)).pieces()
-    assert next(pieces) == "A"
-    with pytest.raises(StepFailed, match="the step broke"):
-        next(pieces)
-
-
-class _Silent(_Failing):
-    """An engine that takes a request, and says no more than one token about it. `ends` is when it turns out
-    to have ended."""
-
-    def __init__(self, ends: int | None = None) -> None:
+    def __init__(self, *events: TokenEvent, ends: int | None = None) -> None:
         self.num_looks = 0
         self.cancelled = []
+        self._events = events
         self._ends = ends
 
     def submit(self, prompt, sampling, listener, adapter=None):
-        listener(TokenEvent("r", tokens=(65,), source=KvSource(computed=len(prompt))))
+        self.listener = listener
+        for event in self._events:
+            listener(event)
         return "r"
 
     def cancel(self, request_id):
@@ -165,55 +84,74 @@ class _Silent(_Failing):
         return "its thread is gone" if self._ends is not None and self.num_looks > self._ends else None
 
 
-class _Clock:
-    """A second passes with every look at it, and not for ever."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def monotonic(self) -> float:
-        self.now_s += 1.0
-        assert self.now_s < 1000.0, "it waits for ever"
-        return self.now_s
+TOKEN = TokenEvent("r", tokens=(65,))
 
 
-def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch):
+@pytest.mark.parametrize("tokens", [(), (65,), (65, 66)])
+def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text(tokens, monkeypatch):
+    now = iter(range(100, 200))
+    monkeypatch.setattr("penstock.answer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    said = [TokenEvent("r", tokens=(token,)) for token in tokens]
+    end = TokenEvent("r", finish=FinishReason.STOP, stop_token=2)
+    answer = Answer(Scripted(*said, end), [1, 2], greedy(5))
+    assert "".join(answer.pieces()) == bytes(tokens).decode()
+    assert answer.figures() == Figures(2, KvSource(computed=2), len(tokens) + 1, 1.0, 2.0, "stop")
+
+
+def test_tokens_and_logprobs_end_together_where_a_stop_string_does():
+    scores = tuple(TokenLogprob(token, -1.0, 1, ()) for token in b"abcdef")
+    engine = Scripted(
+        TokenEvent("r", tokens=tuple(b"abcdef"), logprobs=scores),
+        TokenEvent("r", finish=FinishReason.CANCELLED),
+    )
+    answer = Answer(engine, [1], SamplingParams(max_tokens=9, stop=("cd",), logprobs=0))
+    assert "".join(answer.pieces()) == "ab" and answer.tokens == list(b"abcd")
+    assert [score.token for score in answer.logprobs] == answer.tokens
+    assert Answer(engine, [1], greedy(9)).logprobs is None
+
+
+def test_a_failed_request_raises_after_the_text_it_had():
+    end = TokenEvent("r", finish=FinishReason.ERROR, error="the step broke")
+    pieces = Answer(Scripted(TOKEN, end), [1], greedy(5)).pieces()
+    assert next(pieces) == "A"
+    with pytest.raises(StepFailed, match="the step broke"):
+        next(pieces)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A second passes with every look at the clock, and not for ever."""
+    seconds = iter(range(1000))
     monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
-    monkeypatch.setattr(answer_module, "time", _Clock())
-    engine = _Silent(ends=3)
-    pieces = Answer(engine, [1], _greedy(5)).pieces()
+    monkeypatch.setattr(answer_module, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+
+
+def test_no_answer_is_waited_for_once_the_engine_has_ended(quick):
+    engine = Scripted(TOKEN, ends=3)
+    pieces = Answer(engine, [1], greedy(5)).pieces()
     assert next(pieces) == "A", "what it said before counts"
     with pytest.raises(StepFailed, match="its thread is gone"):
         next(pieces)
     assert engine.num_looks == 4, "as long as it might say something, it is waited for"
 
 
-class _LastWords(_Silent):
-    """An engine that ends with the answer: its last event comes between a look for events and the look
-    whether it has ended."""
+def test_what_an_engine_said_before_it_ended_is_read_to_its_end(quick):
+    """Its last event comes between a look for events and the look whether it has ended."""
 
-    def submit(self, prompt, sampling, listener, adapter=None):
-        self._listener = listener
-        return super().submit(prompt, sampling, listener, adapter)
+    class LastWords(Scripted):
+        @property
+        def ended(self):
+            if not self.num_looks:
+                self.listener(TokenEvent("r", tokens=(66,), finish=FinishReason.LENGTH))
+            return super().ended
 
-    @property
-    def ended(self):
-        if not self.num_looks:
-            self._listener(TokenEvent("r", tokens=(66,), finish=FinishReason.LENGTH))
-        return super().ended
-
-
-def test_what_an_engine_said_before_it_ended_is_read_to_its_end(monkeypatch):
-    monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
-    answer = Answer(_LastWords(ends=0), [1], _greedy(5))
+    answer = Answer(LastWords(TOKEN, ends=0), [1], greedy(5))
     assert "".join(answer.pieces()) == "AB" and answer.figures().finish == "length"
 
 
-def test_nobody_waits_for_ever_for_a_request_to_be_cancelled(monkeypatch):
-    monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
-    monkeypatch.setattr(answer_module, "time", _Clock())
-    engine = _Silent()
-    answer = Answer(engine, [1], _greedy(5))
+def test_a_request_that_is_never_cancelled_is_not_waited_for_for_ever(quick):
+    engine = Scripted(TOKEN)
+    answer = Answer(engine, [1], greedy(5))
     pieces = answer.pieces()
     assert next(pieces) == "A"
     answer.interrupt()
@@ -227,78 +165,62 @@ def test_an_engine_thread_that_dies_ends_the_answer_with_the_reason(monkeypatch,
     def burst(*_):
         raise RuntimeError("the device is gone")
 
-    with running_engine(
-        Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))
-    ) as engine:
-        pieces = Answer(engine, list(b"hello"), _greedy(2000)).pieces()
+    with running_engine(TINY) as engine:
+        pieces = Answer(engine, list(b"hello"), greedy(2000)).pieces()
         if when == "while":
             assert next(pieces)
         monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)  # its inbox fails as well
         engine.cancel("somebody else")
         with pytest.raises((StepFailed, EngineClosed), match="the device is gone"):
-            for _ in pieces:
-                pass
+            list(pieces)
         with pytest.raises(EngineClosed, match="the device is gone"):
-            next(Answer(engine, list(b"hello"), _greedy(5)).pieces())
+            next(Answer(engine, list(b"hello"), greedy(5)).pieces())
 
 
-def test_leaving_a_session_closes_its_engine():
-    with running_engine(
-        Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))
-    ) as engine:
-        next(Answer(engine, [1, 2], _greedy(200)).pieces())  # still running when the block is left
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
+def test_leaving_a_session_closes_its_engine_also_by_an_error(error):
+    """What was computed is persisted by that, and the lock of a disk cache is given back."""
+    expected = contextlib.nullcontext() if error is None else pytest.raises(error)
+    with expected, running_engine(TINY) as engine:
+        next(Answer(engine, [1, 2], greedy(200)).pieces())  # still running when the block is left
+        if error is not None:
+            raise error
     with pytest.raises(EngineClosed):
-        engine.submit([1], _greedy(1), print)
+        engine.submit([1], greedy(1), print)
 
 
-@pytest.mark.parametrize(
-    ("num", "said"), [(0, "0 tokens, first"), (1, "1 token, first"), (3, "3 tokens at 2.0 tok/s, first")]
-)
-def test_figures_read_well_for_any_number_of_tokens(num, said):
-    assert said in Figures(10, KvSource(8, 2), num, 1.0, 2.0, "stop").line()
+def test_figures_read_well_for_any_number_of_tokens_and_say_which_tier_served_the_prompt():
+    for num, said in ((0, "0 tokens, first"), (1, "1 token, first"), (3, "3 tokens at 2.0 tok/s, first")):
+        assert said in Figures(10, KvSource(8, 2), num, 1.0, 2.0, "stop").line()
+    for source, said in (
+        (KvSource(8, computed=2), ""),
+        (KvSource(8, 8, computed=2), ", 8 from host memory"),
+        (KvSource(8, 2, 3, 4), ", 2 from host memory, 3 from disk, 4 from the shared store"),
+    ):
+        line = Figures(10, source, 1, 1.0, 2.0, "stop").line()
+        assert line.endswith(f"prompt 10 tokens, 8 from the device cache{said} (stop)")
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (KvSource(8, computed=2), "8 from the device cache (stop)"),
-        (KvSource(0, 8, computed=2), "0 from the device cache, 8 from host memory (stop)"),
-        (
-            KvSource(1, 2, 3, 4),
-            "1 from the device cache, 2 from host memory, 3 from disk, 4 from the shared store (stop)",
-        ),
-    ],
-)
-def test_figures_say_which_tier_served_the_prompt(source, said):
-    assert Figures(10, source, 1, 1.0, 2.0, "stop").line().endswith(f"prompt 10 tokens, {said}")
+# --------------------------------------------------------------------------------------------------- progress
 
 
-def test_without_a_terminal_only_long_stages_are_spoken_of(capsys, monkeypatch):
+def test_a_terminal_has_one_bar_for_the_stage_that_is_under_way():
+    out = io.StringIO()
+    with ProgressBar(Console(file=out, force_terminal=True, width=80)) as bar:
+        for stage, done, total in (("weights", 0, 10), ("weights", 5, 10), ("cache", 1, 4)):
+            bar(stage, done, total)
+            bar._bar.refresh()
+    shown = out.getvalue()
+    assert "weights" in shown and "50%" in shown and "25%" in shown.rpartition("cache")[2]
+    assert "100 %" not in shown and "weights: " not in shown
+
+
+def test_without_a_terminal_only_long_stages_are_spoken_of_until_they_are_over(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.progress.time.monotonic", lambda: now[0])
+    looks = ((0, "short", 0), (0.5, "short", 9), (0.6, "long", 0), (1.5, "long", 4), (1.6, "long", 5))
     with ProgressBar() as bar:
-        for seconds, stage, done in (
-            (0, "short", 0),
-            (0.5, "short", 9),
-            (0.6, "long", 0),
-            (2, "long", 5),
-            (3, "long", 6),
-            (13, "long", 8),
-        ):
+        for seconds, stage, done in (*looks, (3, "long", 6), (11.6, "long", 8), (50, "long", 10)):
             now[0] = seconds
             bar(stage, done, 10)
     assert capsys.readouterr().err.splitlines() == ["long: 50 %", "long: 80 %"]
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_leaving_a_session_by_an_error_closes_its_engine(error):
-    """What was computed is persisted by that, and the lock of a disk cache is given back."""
-    with (
-        pytest.raises(error),
-        running_engine(
-            Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))
-        ) as engine,
-    ):
-        raise error
-    with pytest.raises(EngineClosed):
-        engine.submit([1], _greedy(1), print)

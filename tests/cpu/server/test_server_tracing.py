@@ -189,6 +189,6 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 def test_a_missing_extra_is_said_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_has_opentelemetry", lambda: False)
+    monkeypatch.setattr("penstock.commands.serve._has_opentelemetry", lambda: False)
     assert cli.main(["serve", "--otlp-endpoint", "http://127.0.0.1:4318"]) != 0
     assert "pip install 'penstock[otel]'" in capsys.readouterr().err

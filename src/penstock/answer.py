@@ -8,16 +8,16 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.commands.hub import fetched
-from penstock.commands.progress import ProgressBar
 from penstock.config import Config
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import StepFailed
+from penstock.models.hub import fetched
+from penstock.progress import ProgressBar
 from penstock.text.stream import StopString, TextStream
 
 LOOK_S = 1.0  # between two checks whether the engine is alive
@@ -56,16 +56,16 @@ def given_adapter(engine: Engine) -> Adapter | None:
     return loaded[0].adapter if loaded else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Figures:
     """The cost of one answer."""
 
     prompt_tokens: int
     kv_source: KvSource  # where the prompt's KV came from
-    generated_tokens: int  # includes a token that ended the answer, though it has no text
-    first_token_s: float  # from submit; 0 if no token came
-    total_s: float
-    finish: str
+    generated_tokens: int = 0  # includes a token that ended the answer, though it has no text
+    first_token_s: float = 0.0  # from submit; 0 if no token came
+    total_s: float = 0.0
+    finish: str = ""
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -103,19 +103,16 @@ class Answer:
     ) -> None:
         """`begins`: it starts a text, as in a chat; otherwise it continues the prompt's."""
         self._engine = engine
-        self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
-        self._stream = TextStream(
-            engine.tokenizer, tuple(map(StopString, sampling.stop)), begins, sampling.min_tokens
-        )
+        stops = tuple(map(StopString, sampling.stop))
+        self._stream = TextStream(engine.tokenizer, stops, begins, sampling.min_tokens)
         self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader has stopped
-        self.tokens: list[int] = []  # tokens of the answer's text
+        self.text = ""  # as far as it was read
+        self.tokens: list[int] = []  # of the text
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
-        self._source = KvSource(computed=len(prompt))
-        self._num_generated = 0
-        self._finish: str | None = None
+        self._figures = Figures(len(prompt), KvSource(computed=len(prompt)))
         self._request_id = ""
-        self._submitted_s = self._first_s = self._last_s = 0.0
+        self._submitted_s = 0.0
         self._cancel_by_s = float("inf")  # set when it is cancelled
 
     def interrupt(self) -> None:
@@ -128,8 +125,11 @@ class Answer:
 
     def cancel(self) -> None:
         """The reader has stopped."""
-        if self._request_id and not self._last_s:
+        if self._request_id and not self._figures.total_s:
             self._engine.cancel(self._request_id)
+
+    def figures(self) -> Figures:
+        return replace(self._figures, finish=self._figures.finish or "cancelled")
 
     def pieces(self) -> Iterator[str]:
         """Text as it becomes certain. Ends when the engine has released the request. Raises StepFailed if the
@@ -141,11 +141,11 @@ class Answer:
             if event is None:
                 self._end("cancelled")
                 continue
-            text = self._take(event)
-            if text:
+            if text := self._take(event):
+                self.text += text
                 yield text
             if event.finish is not None:
-                self._last_s = time.monotonic() - self._submitted_s
+                self._figures.total_s = time.monotonic() - self._submitted_s
                 return
 
     def _wait_event(self) -> TokenEvent | None:
@@ -159,41 +159,33 @@ class Answer:
                 if why is not None and self._events.empty():  # events from before its end count
                     raise StepFailed(why) from None
 
-    def figures(self) -> Figures:
-        return Figures(
-            len(self._prompt),
-            self._source,
-            self._num_generated,
-            self._first_s,
-            self._last_s,
-            self._finish or "cancelled",
-        )
-
     def _take(self, event: TokenEvent) -> str:
+        figures = self._figures
         if event.source is not None:
-            self._source = event.source
+            figures.kv_source = event.source
         if event.finish is FinishReason.ERROR:
             raise StepFailed(event.error or "the generation failed")
-        if self._finish is not None:
+        if figures.finish:
             return ""
-        if (event.tokens or event.stop_token is not None) and not self._first_s:
-            self._first_s = time.monotonic() - self._submitted_s
+        if (event.tokens or event.stop_token is not None) and not figures.first_token_s:
+            figures.first_token_s = time.monotonic() - self._submitted_s
         delta = self._stream.push(event.tokens)
-        self._num_generated += len(delta.offsets) + (event.stop_token is not None)
-        self.tokens += event.tokens[: len(delta.offsets)]
+        num = len(delta.offsets)
+        figures.generated_tokens += num + (event.stop_token is not None)
+        self.tokens += event.tokens[:num]
         if self.logprobs is not None:
-            self.logprobs += (event.logprobs or ())[: len(delta.offsets)]
+            self.logprobs += (event.logprobs or ())[:num]
         if delta.stopped:
             self._end("stop")
         elif event.finish is not None:
-            self._finish = str(event.finish)
+            figures.finish = str(event.finish)
             return delta.text + self._stream.finish()
         return delta.text
 
     def _end(self, finish: str) -> None:
         """No more text is needed: ask the engine to end the request, and wait for the event that confirms
         it."""
-        if self._finish is None:
-            self._finish = finish
+        if not self._figures.finish:
+            self._figures.finish = finish
             self._cancel_by_s = time.monotonic() + CANCEL_S
             self._engine.cancel(self._request_id)
