@@ -113,7 +113,8 @@ class ClientValues:
             pack(key, bytes(SCOPE_BYTES), view) + bytes(view)
             for key, view in zip(rig.keys, views, strict=True)
         ]
-        rig.cache.host.end_handles([pin])
+        if pin is not None:
+            pin.end()
         self._threads = ThreadPoolExecutor(max(client.at_once), "bench-client")
 
     def write(self, num_threads: int, checked: bool) -> Turn:

@@ -279,9 +279,9 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         while rig.scheduler.has_work() and not rig.scheduler.running.requests:
             ms, step = timed(rig.scheduler.plan)
             yield "line: plan, admits", ms
-            if step is not None:
+            if step.plan is not None:
                 rig.scheduler.launched(FENCE)
-                rig.commit(step)
+                rig.commit(step.plan)
             rig.flow()
 
 
@@ -428,9 +428,9 @@ def echoing(num_tokens: int, num_requests: int) -> Times:
         step = RunningStep(plan.number, plan.chunks, [-1], outputs, NoTicket(), FENCE)
         ms, result = timed(step.wait_result)
         yield "prompt logprobs: read", ms
-        ms, events = timed(rig.scheduler.commit, result)
+        ms, committed = timed(rig.scheduler.commit, result)
         yield "prompt logprobs: commit", ms
-        yield "reader: prompt logprobs", timed(list, events[0].prompt_logprobs)[0]
+        yield "reader: prompt logprobs", timed(list, committed.events[0].prompt_logprobs)[0]
 
 
 class NoTicket:

@@ -332,15 +332,13 @@ def _scores(tokens: Sequence[int], count: int) -> PromptLogprobs:
     if not tokens:
         return PromptLogprobs((None,))
     scored = [_score(token, count) for token in tokens]
-    ids, values = (
-        np.array([[pair[at] for pair in one.top] for one in scored], kind).reshape(len(scored), -1)
-        for at, kind in ((0, np.int32), (1, np.float32))
-    )
-    columns = ([one[at] for one in scored] for at in range(3))
-    rows = (
-        np.array(column, kind) for column, kind in zip(columns, (np.int32, np.float32, np.int32), strict=True)
-    )
-    return PromptLogprobs((None, TokenScores(*rows, ids, values)))
+    ranks = np.array([one.rank for one in scored], np.int32)
+    logprobs = np.array([one.logprob for one in scored], np.float32)
+    chosen = np.array([one.token for one in scored], np.int32)
+    top = [one.top for one in scored]
+    ids = np.array([[id for id, _ in one] for one in top], np.int32).reshape(len(scored), -1)
+    values = np.array([[value for _, value in one] for one in top], np.float32).reshape(len(scored), -1)
+    return PromptLogprobs((None, TokenScores(chosen, logprobs, ranks, ids, values)))
 
 
 class ScriptedLoop:

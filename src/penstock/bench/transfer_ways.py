@@ -217,7 +217,7 @@ class TransferRig:
         yield reservation.slots
         if checked_as:
             self.check(views, checked_as)
-        self.cache.host.end_handles([reservation])
+        reservation.end()
 
     def wait_until(self, over: Callable[[], bool], settle: Callable[[], object] | None = None) -> None:
         """Settle what there is to settle, as an engine without other work does."""
@@ -379,7 +379,7 @@ def promote(rig: TransferRig, direction: str, checked: bool) -> Turn:
     rig.wait_until(lambda: lease.ready)
     if (found := cache.match(rig.keys, lease).num_colder) != num:
         raise InvariantBroken(f"the {rig.tier.name} tier has {found} of {num} blocks that were written")
-    table = cache.open(OWNER, rig.prefix, 0)
+    table: Any = cache.open(OWNER, rig.prefix, 0)
     load = table.promote(lease, num, rig.layout.block_tokens)
     yield
     rig.wait_until(lambda: load.settled)
@@ -419,7 +419,8 @@ class RawFile:
         has them."""
         slots, pin = self._rig.cache.host.pin_each(self._rig.keys, OWNER)
         yield from self._move(os.pwritev, slots, synced)
-        self._rig.cache.host.end_handles([pin])
+        if pin is not None:
+            pin.end()
 
     def read(self, checked: bool) -> Turn:
         """The ceiling of a read: the same bytes into the same kind of slots."""
