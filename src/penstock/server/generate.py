@@ -232,7 +232,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class RunningRequest:
+class OpenRequest:
     """A running request: the body, the engine requests that answer it, and the form of the answer."""
 
     body: CompletionBody | ChatBody
@@ -378,7 +378,7 @@ class Generate:
         reading: Generations,
         exchange: Exchange,
         before: SnapshotContent | None,
-    ) -> RunningRequest:
+    ) -> OpenRequest:
         """On a worker thread if the body is large."""
         body, service, kind = incoming.body, self._service, self._kind
         tokenizer, thinks = service.engine.tokenizer, reasons(service.config, service.engine.tokenizer)
@@ -403,7 +403,7 @@ class Generate:
         head = Heading(f"{kind.id_prefix}{reading.id}", body.model, prompts=prompts)
         reply = kind.reply(tokenizer, incoming.given, head, read_as)
         keep = partial(self._keep, incoming) if kind.keeps and incoming.given.store is not False else None
-        return RunningRequest(body, prompts, choices, reading, reply, service, exchange, keep)
+        return OpenRequest(body, prompts, choices, reading, reply, service, exchange, keep)
 
     def _submit_all(
         self,
@@ -433,7 +433,7 @@ class Generate:
         return choices
 
 
-async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
+async def _whole(running: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
     gathered: list[list[ChoiceDelta]] = [[] for _ in running.choices]
     while (pieces := await running.next_pieces()) is not None:
         for index, piece in pieces.items():
@@ -454,7 +454,7 @@ def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
     )
 
 
-async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
+async def _stream(running: OpenRequest, scope: Scope, receive: Receive, send: Send) -> None:
     """Once the status line is sent, an error can only be the last event of the stream."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -13,7 +13,7 @@ from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, 
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
 from penstock.server.client import EngineClient
-from penstock.server.generate import RunningRequest, prompt_offsets, prompts_of
+from penstock.server.generate import OpenRequest, prompt_offsets, prompts_of
 from penstock.server.links import EngineService
 from penstock.server.replies import usage_of
 from penstock.server.schema import CompletionBody, nth_seed
@@ -255,7 +255,7 @@ def test_of_several_choices_the_one_that_waited_longest_is_noted() -> None:
     first = {0: [waited(1.0, 0.1, 0.2)], 1: [waited(3.0, 0.3, 0.4), TokenEvent("r")]}
     reading: Any = Read(first, {2: [waited(2.0, 0.5, 0.6)]}, {2: [TokenEvent("r", (7,))]})
     some: Any = None
-    running = RunningRequest(some, [], [Silent()] * 3, reading, some, some, exchange)  # type: ignore[list-item]
+    running = OpenRequest(some, [], [Silent()] * 3, reading, some, some, exchange)  # type: ignore[list-item]
     for _ in range(2):
         asyncio.run(running.next_pieces())
     assert (exchange.queue_s, exchange.matched_s, exchange.loaded_s) == (3.0, 0.3, 0.4)
@@ -277,12 +277,12 @@ def test_of_several_choices_those_cut_short_are_errors_where_one_has_failed(
 ) -> None:
     """Else somebody has hung up."""
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"kv_source": {}}}
-    monkeypatch.setattr(RunningRequest, "usage", lambda self: usage)
+    monkeypatch.setattr(OpenRequest, "usage", lambda self: usage)
     some: Any = None
     choices: Any = [
         SimpleNamespace(failure=failure, finish=finish)
         for failure, finish in zip(failures, (None, "stop"), strict=True)
     ]
     exchange = Exchange("POST", "/v1/completions", 0.0)
-    RunningRequest(some, [], choices, some, some, some, exchange).settle()
+    OpenRequest(some, [], choices, some, some, some, exchange).settle()
     assert exchange.finish == expected
