@@ -103,16 +103,14 @@ class RopeScaling:
         return 1 - share.clamp(0, 1)
 
     def _yarn_share(self, theta: float, dim: int) -> Tensor:
-        first, last = (self._pair_with(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
+        # the pairs that turn so often in the trained context, as fractions
+        waves = (self.trained_len / (turns * 2 * math.pi) for turns in (self.beta_fast, self.beta_slow))
+        first, last = (dim * math.log(wave) / (2 * math.log(theta)) for wave in waves)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
         last = last + 0.001 if first == last else last
         return ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-
-    def _pair_with(self, turns: float, theta: float, dim: int) -> float:
-        """The pair that turns so often in the trained context, as a fraction."""
-        return dim * math.log(self.trained_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     def __str__(self) -> str:
         """All numbers that are not as by default."""

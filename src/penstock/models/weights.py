@@ -185,14 +185,14 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     single, files = directory / "model.safetensors", sorted(directory.glob("*.safetensors"))
     if (directory / INDEX).is_file():
         names = _indexed_names(directory)
-        missing = [name for name in names if not (directory / name).is_file()]
+        shards = [name for name in names if (directory / name).is_file()]
         if single not in files or single.name in names:
-            if missing:
+            if missing := [name for name in names if name not in shards]:
                 raise ModelError(f"{directory} lacks weight files that its index names: {listed(missing)}")
             return tuple(directory / name for name in names)
         # transformers leaves the index of shards when it saves one file over them; when it saves shards over
         # one file, that file stays whole.
-        if shards := [name for name in names if name not in missing]:
+        if shards:
             raise ModelError(
                 f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; "
                 "remove one of them"
