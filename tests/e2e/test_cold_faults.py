@@ -23,7 +23,7 @@ from penstock.kv.tiers.calls import Breaker
 from penstock.kv.tiers.cold import ColdLimits
 from penstock.kv.tiers.ssd import segments as segments_module
 from penstock.testing.sanitized import build_sanitized
-from tests.cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
+from tests.cpu.kv.ssd.ssd_rig import GatedDisk, HookedDisk, fails
 from tests.e2e.troubled import (
     FULL_BLOCKS,
     LIMIT_S,
@@ -149,10 +149,8 @@ def test_a_disk_that_somebody_else_has_filled_is_used_when_there_is_room(
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev", "fdatasync"])
 def test_a_disk_with_errors_is_fenced_off_and_used_again(disk: Troubled, alone: Alone, call: str) -> None:
-    failing = FailingDisk()
-    files = disk.store("ssd").files
-    files.io, healthy = failing, files.io
-    failing.errors = {call: errno.EIO}
+    directory = disk.store("ssd").directory
+    directory.io, healthy = HookedDisk(**{call: fails(errno.EIO)}), directory.io
     found = ask_as_alone(disk, alone, *NUMBERS, *OTHERS)
     assert found[3:] == [0, 0] and (found == [0] * 5) is (call == "preadv")
     if call != "preadv":
@@ -160,7 +158,7 @@ def test_a_disk_with_errors_is_fenced_off_and_used_again(disk: Troubled, alone: 
             disk.persist()
     assert disk.num_failures("ssd") > 0
     assert ask_as_alone(disk, alone, *OTHERS) == [0, 0]
-    files.io = healthy
+    directory.io = healthy
     come_back(disk, alone, "ssd")
 
 
@@ -169,9 +167,8 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, alone: Al
         server.ask(*NUMBERS)
         server.persist()
         server.forget()
-        files = server.store("ssd").files
-        files.io, healthy = GatedDisk(), files.io
-        slow = files.io
+        directory = server.store("ssd").directory
+        directory.io, healthy = (slow := GatedDisk()), directory.io
         slow.gates["preadv"].clear()
         try:
             assert ask_as_alone(server, alone, *NUMBERS, *OTHERS) == [0] * 5
@@ -183,7 +180,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, alone: Al
         finally:
             for gate in slow.gates.values():
                 gate.set()
-        files.io = healthy
+        directory.io = healthy
         server.persist()
         server.forget()
         assert sum(ask_as_alone(server, alone, *NUMBERS, *OTHERS, 5)) > 0, "also what was written meanwhile"
