@@ -72,8 +72,13 @@ class ChunkedReply:
             self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage
         )
 
-    def _ids_of(self, piece: ChoiceDelta) -> Json:
-        return {"token_ids": list(piece.ids)} if self._with_ids else {}
+    def scores(self, tokens: Sequence[ScoredToken]) -> Json:
+        raise NotImplementedError
+
+    def _choice(self, index: int, piece: ChoiceDelta, finish: str | None, **content: Any) -> Json:
+        scores = None if self._logprobs is None else self.scores(piece.tokens)
+        made = {"index": index, **content, "logprobs": scores, "finish_reason": finish}
+        return {**made, "token_ids": list(piece.ids)} if self._with_ids else made
 
     def _prompt_ids(self, index: int) -> Json:
         """Of the prompt that a choice answers."""
@@ -125,19 +130,12 @@ class CompletionReply(ChunkedReply):
     kind = chunk_kind = "text_completion"
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
-        scores = None if self._logprobs is None else self._scores(piece.tokens)
-        made = {
-            "index": index,
-            "text": piece.text,
-            "logprobs": scores,
-            "finish_reason": piece.finish,
-            **self._ids_of(piece),
-        }
+        made = self._choice(index, piece, piece.finish, text=piece.text)
         return made if index in self._opened else made | self._prompt_ids(index)
 
     chunk_choice = choice
 
-    def _scores(self, tokens: Sequence[ScoredToken]) -> Json:
+    def scores(self, tokens: Sequence[ScoredToken]) -> Json:
         tops = [None if token.score is None else self._top(token.score) for token in tokens]
         return {
             "tokens": [self._label(token.token) for token in tokens],
@@ -174,14 +172,7 @@ class ChatReply(ChunkedReply):
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
         delta, finish = self._parts(index, piece)
-        scores = self._scores(piece.tokens)
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": scores,
-            "finish_reason": finish,
-            **self._ids_of(piece),
-        }
+        return self._choice(index, piece, finish, delta=delta)
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
         return super().whole(pieces, usage) | self._prompt_ids(0)
@@ -194,14 +185,7 @@ class ChatReply(ChunkedReply):
             message["tool_calls"] = [
                 {name: call[name] for name in ("id", "type", "function")} for call in calls
             ]
-        scores = self._scores(piece.tokens)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": scores,
-            "finish_reason": finish,
-            **self._ids_of(piece),
-        }
+        return self._choice(index, piece, finish, message=message)
 
     def _parts(self, index: int, piece: ChoiceDelta) -> tuple[Json, str | None]:
         """What the piece adds to `content`, `reasoning_content` and `tool_calls`, and the finish reason. The
@@ -235,9 +219,7 @@ class ChatReply(ChunkedReply):
         finish = "tool_calls" if piece.finish == "stop" and parser.num_calls and not cut else piece.finish
         return {name: value for name, value in parts.items() if value}, finish
 
-    def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:
-        if self._logprobs is None:
-            return None
+    def scores(self, tokens: Sequence[ScoredToken]) -> Json:
         return {
             "content": [
                 self._scored(token.score, token.first) for token in tokens if token.score is not None

@@ -303,7 +303,7 @@ async def on_landing(service: Service, request: Request) -> Response:
     schema.check_query(request.query_params)
     engine, trouble = service.engine, service.not_ready()
     states = {} if trouble else (await service.stats())[0].requests
-    page = about.landing(
+    shown = about.landing(
         {
             "status": trouble or "ready",
             "model": ", ".join(service.names),
@@ -314,7 +314,7 @@ async def on_landing(service: Service, request: Request) -> Response:
             "key": "needed" if service.config.api_key is not None else "not needed",
         }
     )
-    return Response(page, headers=about.LANDING_HEADERS, media_type="text/html")
+    return Response(shown, headers=about.LANDING_HEADERS, media_type="text/html")
 
 
 # -------------------------------------------------------------------------------------------------- snapshots

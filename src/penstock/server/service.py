@@ -203,12 +203,11 @@ class Service:
         self.loads = self._gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
         self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
         self.loading = anyio.CapacityLimiter(1)  # adapters: each reads and holds a whole file
-        self.stopping = False
         self._here = here
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._askers = anyio.CapacityLimiter(NUM_WORKERS)
         self._ignored: set[str] = set()  # fields without effect that the log has named
-        self._stop_by_s = 0.0  # monotonic; when closing has taken too long
+        self._stop_by_s: float | None = None  # monotonic; when closing has taken too long
 
     def _gate(self, limit: int, what: str, number: GateNumber) -> Gate:
         return Gate(limit, what, self.book, self.row, number)
@@ -243,7 +242,6 @@ class Service:
         readers get that end. The parent process closes an engine in another process."""
         if self.stopping:
             return
-        self.stopping = True
         self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
         if self._here is not None:
             close = partial(self._here.close, self.config.shutdown_s)
@@ -252,10 +250,15 @@ class Service:
     async def wait_stopped(self) -> None:
         """A stuck loop must not keep the process alive: its thread is left behind."""
         self.stop()
+        left_s = (self._stop_by_s or 0.0) - time.monotonic()
         try:
-            await asyncio.wait_for(self.engine.over.wait(), max(0.0, self._stop_by_s - time.monotonic()))
+            await asyncio.wait_for(self.engine.over.wait(), max(0.0, left_s))
         except TimeoutError:
             logger.error("the engine loop did not close in time")
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop_by_s is not None
 
     def trouble(self) -> str | None:
         """Why the engine loop is not alive, or None."""

@@ -295,48 +295,48 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
     matches `form`."""
     if reader == "none":
         return form
+    rule, calls = _calls(asking, reader, tokenizer)
+    parts = {"form": form.grammar, **calls}
+    asked = Asked(form.field, _grammar("parts", [f"start: @form | calls\n{rule}", parts]))
+    if len(asked.grammar.text) > MAX_GRAMMAR_CHARS:
+        message = f"{form.field} and the tools beside it have at most {MAX_GRAMMAR_CHARS} characters together"
+        raise InvalidRequest(message, form.field)
+    return asked
+
+
+def _calls(asking: ToolRequest, reader: str, tokenizer: TextCodec) -> tuple[str, dict[str, Grammar]]:
+    """The rule of calls in the reader's format, and the grammars that it names."""
 
     def mark(text: str) -> str:
         """A special token is not text to a grammar."""
         ids = tokenizer.encode(text, add_special=False)
         return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special(ids[0]) else json.dumps(text)
 
-    tools, more = asking.tools, MOST_CALLS - 1 if asking.parallel else 0
-    calls = {
-        "call": _grammar("json_schema", _call_of(tools, "parameters" if reader == "llama3" else "arguments"))
-    }
-    line = "/\\n?/"
-
     def many(first: str, next_one: str) -> str:
-        return f"{first} ({next_one}){{0,{more}}}" if more else first
+        return f"{first} ({next_one}){{0,{MOST_CALLS - 1}}}" if asking.parallel else first
 
+    tools, line = asking.tools, "/\\n?/"
+    if reader == "mistral" and MISTRAL_ARGS in _template_of(asking, tokenizer):
+        named = (
+            f"{json.dumps(tool.function.name)} {mark(MISTRAL_ARGS)} @call{number}"
+            for number, tool in enumerate(tools)
+        )
+        rule = f"calls: {many('one', 'one')}\none: {mark(MISTRAL)} ({' | '.join(named)})"
+        calls = (_grammar("json_schema", tool.arguments) for tool in tools)
+        return rule, {f"call{number}": call for number, call in enumerate(calls)}
+    row = f'"[" {many("@call", "/, ?/ @call")} "]"'
     match reader:
         case "hermes":
-            rule = (
-                f"calls: {many('one', f'{line} one')}\none: {mark(HERMES[0])} {line} @call {line} "
-                f"{mark(HERMES[1])}"
-            )
+            one = f"{mark(HERMES[0])} {line} @call {line} {mark(HERMES[1])}"
+            rule = f"calls: {many('one', f'{line} one')}\none: {one}"
         case "llama3":
             rule = f"calls: {mark(LLAMA3)}? {many('@call', '/; ?/ @call')}"
-        case "mistral" if MISTRAL_ARGS in _template_of(asking, tokenizer):
-            calls = {
-                f"call{number}": _grammar("json_schema", tool.arguments) for number, tool in enumerate(tools)
-            }
-            named = (
-                f"{json.dumps(tool.function.name)} {mark(MISTRAL_ARGS)} @call{number}"
-                for number, tool in enumerate(tools)
-            )
-            rule = f"calls: {many('one', 'one')}\none: {mark(MISTRAL)} ({' | '.join(named)})"
-        case _:  # a list, or one object if nothing comes before it
-            row = f'"[" {many("@call", "/, ?/ @call")} "]"'
-            rule = f"calls: {mark(MISTRAL)} {row}" if reader == "mistral" else f"calls: @call | {row}"
-    asked = Asked(
-        form.field, _grammar("parts", [f"start: @form | calls\n{rule}", {"form": form.grammar, **calls}])
-    )
-    if len(asked.grammar.text) > MAX_GRAMMAR_CHARS:
-        message = f"{form.field} and the tools beside it have at most {MAX_GRAMMAR_CHARS} characters together"
-        raise InvalidRequest(message, form.field)
-    return asked
+        case "mistral":
+            rule = f"calls: {mark(MISTRAL)} {row}"
+        case _:  # a list, or one object
+            rule = f"calls: @call | {row}"
+    name = "parameters" if reader == "llama3" else "arguments"
+    return rule, {"call": _grammar("json_schema", _call_of(tools, name))}
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
@@ -137,47 +136,6 @@ def test_a_cold_tier_is_reset_alone_or_with_all(cold: Served, tier: str, asked: 
         "by_tier": dict.fromkeys(asked, 3),
     }
     assert cold.engine.asked == [asked]
-
-
-# ------------------------------------------------------------------------------------- statistics and metrics
-
-
-def test_statistics_have_the_cold_tiers_and_no_count_that_nobody_made(cold: Served) -> None:
-    stats = cold.http.get("/cache/stats").json()
-    assert stats["kv_blocks"]["ssd"] == {"total": 100, "used": 30, "free": 70}
-    assert "remote" not in stats["kv_blocks"], "nobody counts what is in a shared store"
-    assert stats["kv_blocks"]["device"]["total"] > 0
-    traffic = stats["traffic"]
-    assert traffic["bytes"]["ssd to host"] == 400 and traffic["bytes"]["host to remote"] == 500
-    assert traffic["failures"] == {"ssd: io": 4, "remote: timeout": 5}
-    assert traffic["checksum_failures"] == {"ssd": 8, "remote": 0}
-    assert traffic["usable"] == {"ssd": True, "remote": False}
-    assert traffic["skipped_saves"] == {"full": 1, "queue": 6, "broken": 7}
-
-
-def test_metrics_have_the_cold_tiers(cold: Served) -> None:
-    families = text_string_to_metric_families(cold.http.get("/metrics").text)
-    samples = [sample for family in families for sample in family.samples]
-    moved = {
-        (s.labels["src"], s.labels["dst"]): s.value
-        for s in samples
-        if s.name == "penstock_transfer_bytes_total"
-    }
-    assert moved == {route: 100 * number for number, route in enumerate(ROUTES, 1)}, (
-        "also of a route that nothing is under way on"
-    )
-    seen = {(s.name, *sorted(s.labels.values())): s.value for s in samples}
-    assert seen["penstock_checksum_failures_total", "ssd"] == 8
-    assert seen["penstock_checksum_failures_total", "remote"] == 0
-    assert (seen["penstock_tier_usable", "ssd"], seen["penstock_tier_usable", "remote"]) == (1, 0)
-    assert seen["penstock_kv_blocks", "ssd", "used"] == 30 and seen["penstock_kv_blocks", "free", "ssd"] == 70
-    assert not any(name == "penstock_kv_blocks" and "remote" in labels for name, *labels in seen)
-    assert seen["penstock_transfer_failures_total", "remote", "timeout"] == 5
-    assert (
-        seen["penstock_saves_skipped_total", "queue"] == 6
-        and seen["penstock_saves_skipped_total", "broken"] == 7
-    )
-    assert seen["penstock_transfer_seconds_count", "host", "ssd"] == 3
 
 
 # ------------------------------------------------------------------------------------------- with a real disk

@@ -97,12 +97,6 @@ def test_a_prompt_is_scored_where_it_is_echoed_and_scores_are_asked_for(served: 
         assert (found.logprobs, found.prompt_logprobs) == (logprobs, logprobs if echo else None)
 
 
-def test_parts_of_a_message_are_lines_of_their_own(served: Served) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert served.http.post("/v1/chat/completions", json=chat(parts, max_tokens=1)).status_code == 200
-    assert bytes(served.engine.submitted[-1][0]).decode() == "user: one\ntwo\nassistant: "
-
-
 LIMITS: list[tuple[dict[str, Any], str | None]] = [
     ({"stop": ["x"] * MAX_STOPS}, None), ({"stop": ["x"] * (MAX_STOPS + 1)}, "stop"), ({"stop": [""]},
     "stop"),

@@ -4,24 +4,19 @@ itself counts."""
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import torch
 
 from penstock import cli
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ServerConfig
+from penstock.config import Config, KvConfig, ModelSource
 from penstock.engine.build import build
-from penstock.engine.loop import EngineLoop
 from penstock.errors import ModelError
 from penstock.flags import config_of
 from penstock.models.loader import inspect_model, read_sampling
-from penstock.server.run import server_here
 from penstock.testing.tiny_models import write_tiny_model
-from tests.cpu.server.served import MODEL, Served, until
+from tests.cpu.server.served import MODEL, Served
 
 STATED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 
@@ -72,39 +67,6 @@ def test_a_served_model_has_the_defaults_and_all_end_ids_of_its_file(
     )
     assert (dict(engine.sampling), engine.tokenizer.eos_ids) == (expected, frozenset({0, 2, 5}))
     engine.close(timeout_s=20.0)
-
-
-def test_a_server_answers_as_the_file_says(tmp_path: Path) -> None:
-    """The likeliest tokens, though the API's own default samples: over HTTP, with a real engine."""
-    torch.set_num_threads(1)
-    model = stating(tmp_path, temperature=0.0)
-    engine = build(
-        Config(ModelSource(str(model), device="cpu"), KvConfig(device_blocks=64), EngineConfig(max_batch=4))
-    )
-    loop = EngineLoop(engine)
-    server = server_here(engine, loop, ServerConfig(port=0))
-    thread = threading.Thread(target=server.run, daemon=True)
-    loop.start()
-    thread.start()
-    until(lambda: server.started, "the server is up")
-    try:
-        ask = {"model": "model", "prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True}
-        texts = [
-            httpx.post(f"{server.url}/v1/completions", json={**ask, **own}, timeout=120).json()["choices"][0][
-                "text"
-            ]
-            for own in (
-                {},
-                {"seed": 3},
-                {"temperature": 0},
-                {"temperature": 5.0, "seed": 1},
-                {"temperature": 5.0, "seed": 2},
-            )
-        ]
-    finally:
-        server.should_exit = True
-        thread.join(20)
-    assert texts[0] == texts[1] == texts[2] and len({*texts[2:]}) == 3
 
 
 @pytest.mark.parametrize(

@@ -154,13 +154,13 @@ def test_scores_of_a_long_prompt_are_written_off_the_event_loop(
     served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[int, str]] = []
-    scores = CompletionReply._scores
+    scores = CompletionReply.scores
 
     def watched(self: CompletionReply, tokens: Any) -> Any:
         written.append((len(tokens), threading.current_thread().name))
         return scores(self, tokens)
 
-    monkeypatch.setattr(CompletionReply, "_scores", watched)
+    monkeypatch.setattr(CompletionReply, "scores", watched)
     body = {
         "model": MODEL,
         "prompt": "x" * 5000,

@@ -6,13 +6,9 @@ import openai
 import pytest
 
 from tests.cpu.server.served import MODEL, Served, completion, serving
-from tests.support.scripted_engine import EOS, ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine
 
 WORDS = "choice 7: one two three four five six seven. "
-
-
-def saying(text: str, end: bool = True) -> ScriptedEngine:
-    return ScriptedEngine(lambda prompt, sampling: [*text.encode(), *([EOS] if end else [])])
 
 
 def test_a_completion_has_text_reason_and_usage(served: Served) -> None:
@@ -53,16 +49,6 @@ def test_max_tokens_is_16_unless_the_client_or_the_context_says_otherwise(served
     assert served.client().completions.create(model=MODEL, prompt="x").usage.completion_tokens == 16
     nearly_full = "x" * (served.engine.max_model_len - 3)
     assert served.client().completions.create(model=MODEL, prompt=nearly_full).usage.completion_tokens == 3
-
-
-def test_a_stream_has_the_text_of_the_whole(served: Served) -> None:
-    client = served.client()
-    chunks = list(client.completions.create(model=MODEL, prompt="hello", seed=7, max_tokens=60, stream=True))
-    assert "".join(c.choices[0].text for c in chunks) == (WORDS * 2)[:60]
-    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert len({c.id for c in chunks}) == 1
-    assert all(c.usage is None for c in chunks)
 
 
 def test_several_choices_run_under_their_own_seeds_and_keep_their_index(served: Served) -> None:
@@ -130,14 +116,6 @@ def test_a_stop_string_counts_the_tokens_up_to_its_end_however_they_were_batched
         )
         usages.add(reply.usage.completion_tokens)
     assert usages == {len("choice 7: one two three")}
-
-
-def test_characters_of_several_tokens_are_never_torn() -> None:
-    with serving(saying("né €€ 🙂!")) as served:
-        stream = served.client().completions.create(model=MODEL, prompt="x", max_tokens=50, stream=True)
-        texts = [c.choices[0].text for c in stream]
-        assert "".join(texts) == "né €€ 🙂!"
-        assert not any("\ufffd" in text for text in texts)
 
 
 def test_logprobs_name_the_chosen_token_and_its_rivals(served: Served) -> None:

@@ -101,26 +101,6 @@ def test_a_request_is_a_span_with_its_parts_in_the_trace_of_its_client(collector
     )
 
 
-def test_a_trace_that_its_client_does_not_sample_is_left_out(collector: Collector) -> None:
-    with serving(otlp_endpoint=f"{collector.url}/v1/traces") as served:
-        for flags in ("00", "01"):
-            traced = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"}
-            assert (
-                served.http.post(
-                    "/v1/completions", json=completion(max_tokens=int(flags)), headers=traced
-                ).status_code
-                == 200
-            )
-        served.http.get("/made-up", headers={"traceparent": "garbage"})
-    assert fields(collector.of("POST /v1/completions"))["gen_ai.usage.output_tokens"] == 1
-    other = collector.of("GET other")
-    assert (
-        other.parent_span_id == b""
-        and other.status.code == 2
-        and fields(other)["http.response.status_code"] == 404
-    )
-
-
 def test_loads_from_colder_tiers_are_a_part(collector: Collector) -> None:
     with tiered(server={"otlp_endpoint": collector.url}) as server:
         for _ in range(2):
