@@ -37,9 +37,8 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Mover
 from penstock.testing.stores import HandClock
 
@@ -143,12 +142,10 @@ class Model:
         )
         host_pool = BlockPool(o.host_blocks, "host", eviction=make_order(o.eviction, o.host_blocks, BLOCK))
         host = HostTier(host_pool, BLOCK, 1e9, self.clock)
-        loader, saver = self._mover("host", "device"), self._mover("device", "host")
-        loads = Loads(
-            Saves(self.pool, host, (), saver, LAYOUT, TierLimits(1024, 30.0, postpones=True)), loader
-        )
+        movers = self._mover("host", "device"), self._mover("device", "host")
+        tiers = Tiers.of(self.pool, host, (), movers, LAYOUT, TierLimits(1024, 30.0, postpones=True))
         self.cache = KvCache(
-            self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, loads
+            self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, tiers
         )
         bound_s = o.max_overtaken_s if o.scheduling == "cost" else 0.0
         budget = Budget(256, 8192, max_overtaken_s=bound_s, chunk_s=o.chunk_ms / 1000, min_chunk=512)

@@ -48,9 +48,8 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Mover
 from penstock.testing.stores import MemoryStore
 
@@ -108,25 +107,24 @@ class Rig:
     ) -> None:
         self.pool = BlockPool(num_blocks, "device", eviction=make_order(self.eviction, num_blocks, BLOCK))
         self.lanes = SteppedLanes()
-        self.cache = KvCache(self.pool, SCOPE, True, self._loads(num_host, has_disk) if num_host else None)
+        self.cache = KvCache(self.pool, SCOPE, True, self._tiers(num_host, has_disk) if num_host else None)
         self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, max_overtaken_s=max_overtaken_s), ())
         self.packer = Packer(BLOCK, num_blocks, max_batch)
         self.staging = np.empty(4 * (chunk + max_batch) + 8 * max_batch + 8, np.int32)
         self.num_submitted = 0
         self.events: list[TokenEvent] = []
 
-    def _loads(self, num_host: int, has_disk: bool) -> Loads:
+    def _tiers(self, num_host: int, has_disk: bool) -> Tiers:
         host = HostTier(
             BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9
         )
-        movers = [
+        to_device, to_host = (
             Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}"))
             for ends in ENDS
-        ]
-        limits = TierLimits(0, 1e9, load_always=True, postpones=not has_disk, admission="reuse")
-        return Loads(
-            Saves(self.pool, host, [self._disk()] if has_disk else (), movers[1], LAYOUT, limits), movers[0]
         )
+        limits = TierLimits(0, 1e9, load_always=True, postpones=not has_disk, admission="reuse")
+        cold = [self._disk()] if has_disk else []
+        return Tiers.of(self.pool, host, cold, (to_device, to_host), LAYOUT, limits)
 
     def _disk(self) -> ColdTier:
         memory = memoryview(bytearray(64))
@@ -250,7 +248,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
     rig = Rig(16 * num + num_requests // 4 + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
     cache = rig.cache
     cache.prefill.add(8192, 4096.0, 0.2)
-    cache.loads.link.bytes_per_s = 1e9
+    cache.loads.costs.link.bytes_per_s = 1e9
     known = [
         (tokens, rig.cache.prefix_of(tokens))
         for tokens in (prompt(num_tokens, number) for number in range(48))
@@ -260,7 +258,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         if number < 16:
             remember(rig.pool, prefix.keys)
         else:
-            remember(cache.host._pool, prefix.keys)
+            remember(cache.host.pool, prefix.keys)
     rig.submit([1, 2, 3], max_tokens=2 * num_requests + 100)
     rig.step()
     for number in range(num_requests):  # one comes in each turn
@@ -271,7 +269,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         yield "line: plan, one is new", ms
         rig.commit(plan)
     for _ in range(50):
-        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), cache.host._pool.evict(8)))[0]
+        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), cache.host.pool.evict(8)))[0]
         ms, plan = timed(rig.plan)
         yield "line: plan", ms
         rig.commit(plan)
@@ -295,7 +293,7 @@ def awaiting_room(num_tokens: int, num_requests: int) -> Times:
     tokens = prompt(num * BLOCK)
     prefix = rig.cache.prefix_of(tokens)
     assert prefix is not None
-    remember(rig.cache.host._pool, prefix.keys)
+    remember(rig.cache.host.pool, prefix.keys)
     rig.submit([1, 2, 3], max_tokens=(num - 32) * BLOCK + 32)
     for _ in range(1, num_requests):
         rig.submit([1, 2, 3], max_tokens=3 * BLOCK)

@@ -31,6 +31,10 @@ class Histogram:
         return Histogram(self.bounds, list(self.counts), self.total)
 
 
+# of the seconds that any transfer of blocks takes
+SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """A snapshot of what moves between tiers. Pairs are (from, to)."""

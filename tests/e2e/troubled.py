@@ -56,7 +56,7 @@ class Troubled:
     def __init__(self, config: Config) -> None:
         self.engine, self._sanitizer = build_sanitized(config)
         cache = self.engine.cache
-        cache.loads.prefill = Unmeasured()
+        cache.loads.costs.prefill = Unmeasured()
         self._loop = EngineLoop(self.engine)
         self._loop.start()
 

@@ -37,8 +37,8 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.pager",
-        "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.questions + "
-        "penstock.kv.snapshots",
+        "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
+        "penstock.kv.questions + penstock.kv.snapshots",
         "penstock.sanitizer",
     ),
     (

@@ -42,14 +42,13 @@ from penstock.kv.build import make_movers, open_cold
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, DeviceArena, HostArena
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import segment_bytes, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, Space, checksum
+from penstock.kv.tiers.tiers import Tiers
 from penstock.models.progress import Progress
 
 OWNER = "bench"
@@ -88,7 +87,7 @@ class ColdRig:
         self.tier = open_cold(open_store(Space(scope.digest(), layout.block_bytes)), self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)
-        self.cache = KvCache(pool, scope, loads=self._loads(pool))
+        self.cache = KvCache(pool, scope, tiers=self._tiers(pool))
         self._woken = threading.Event()
         self.cache.call_when_launched(self._woken.set)
         tokens = np.random.default_rng(self._seed).integers(0, 1 << 16, num_blocks * layout.block_tokens)
@@ -99,10 +98,11 @@ class ColdRig:
         self.depths = range(num_blocks)
         self.checksums: list[bytes] = []  # of the blocks, in order
 
-    def _loads(self, pool: BlockPool) -> Loads:
+    def _tiers(self, pool: BlockPool) -> Tiers:
         limits = TierLimits(overlap_tokens=1, load_deadline_s=_WAIT_S, load_always=True)
-        loader, saver = make_movers(self.device, self.host)
-        return Loads(Saves(pool, self.slots, [self.tier], saver, self.layout, limits), loader)
+        return Tiers.of(
+            pool, self.slots, [self.tier], make_movers(self.device, self.host), self.layout, limits
+        )
 
     # ------------------------------------------------------------------------------------------------- blocks
 

@@ -16,15 +16,14 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, HostMemory, free_bytes
+from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
-from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import ByteChecks, Mover, make_copier
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
@@ -87,17 +86,15 @@ def open_cache(
     # may raise; before anything runs
     stores = _open_stores(config, Space(scope.digest(), layout.block_bytes))
     host = _open_host(config, host_arena, device, observer)
-    loader, saver = make_movers(arena, host_arena, observer, checks)
+    movers = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
     cold = [
         open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observer)
         for store in stores
     ]
-    saves = Saves(pool, host, cold, saver, layout, _limits(config, device))
-    return Opened(
-        KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard, host_arena
-    )
+    tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
+    return Opened(KvCache(pool, scope, config.kv.prefix_cache, tiers), arena, guard, host_arena)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -133,7 +130,7 @@ def _open_host(
     )
     if device.type == "cuda":  # elsewhere every slot can be used at once
         host.withhold()
-    host.memory = HostMemory(arena, host.ready)
+    host.prepare(arena)
     return host
 
 
@@ -159,9 +156,7 @@ def make_movers(
     ) -> Mover:
         lane = make_lane(name, arena.device, observer, priority)
         copier = make_copier(source.tensor, dest.tensor, arena.layout)
-        made = Mover((source.name, dest.name), copier, lane, make_launcher(lane, observer))
-        made.checks = checks
-        return made
+        return Mover((source.name, dest.name), copier, lane, make_launcher(lane, observer), checks)
 
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 

@@ -21,7 +21,8 @@ from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import block_key, private_scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.loads import BlockLoad, Loads
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.tiers.tiers import Tiers
 
 
 class KeptClosed(NamedTuple):
@@ -36,11 +37,10 @@ class OpenTables:
     """The open tables of one cache, and the pools that they draw from. `reuses`: blocks of the device are
     found by their keys."""
 
-    def __init__(self, pool: BlockPool, loads: Loads, block_tokens: int, reuses: bool) -> None:
+    def __init__(self, pool: BlockPool, tiers: Tiers, block_tokens: int, reuses: bool) -> None:
         self.pool = pool
-        self.loads = loads
-        self.saves = loads.saves
-        self.host = loads.host
+        self.host, self.writeback = tiers.host, tiers.writeback
+        self.saves, self.loads = tiers.saves, tiers.loads
         self.block_tokens = block_tokens
         self.reuses = reuses
         self.shares = reuses or self.host.num_slots > 0  # one request's blocks can serve another
@@ -256,7 +256,7 @@ class BlockTable:
         first = self.num_keyed
         keys = self.next_keys(tokens, num_full)
         if self.own_scope is not None:
-            tables.saves.begin_unshared(keys[max(0, self.num_shared - first) :])
+            tables.writeback.begin_unshared(keys[max(0, self.num_shared - first) :])
         self.give_keys(keys)
         tables.saves.offer(hold, first, keys, fence, self.is_deep)
 
@@ -303,7 +303,7 @@ class BlockTable:
     def add_paged(self, pin: Pin) -> None:
         """The next leading blocks are in host memory, under `pin`."""
         self.paged_pins.append(pin)
-        self.paged_slots = np.concatenate((self.paged_slots, pin.array))
+        self.paged_slots = np.concatenate((self.paged_slots, pin.run.astype(np.int32)))
 
     def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
         """Skips blocks that a transfer uses. Blocks that host memory lacks are being saved when this
@@ -311,12 +311,9 @@ class BlockTable:
         hold, host, saves = self.hold, self._tables.host, self._tables.saves
         hold.require_open()
         first = self.num_paged
-        end = min(
-            first + num_blocks,
-            self.num_keyed,
-            min((pin.first for pin in hold.run_pins), default=self.num_keyed),
-        )
-        keys = self.sealed_keys[first:end]
+        end = min(first + num_blocks, self.num_keyed)
+        in_use = np.flatnonzero(self._tables.pool.book.pins[hold.first(end)[first:]])
+        keys = self.sealed_keys[first : first + in_use[0] if in_use.size else end]
         pin = host.pin_run(keys, self.owner, unit) if keys else None
         num = 0 if pin is None else len(pin.run)
         if pin is not None:
@@ -325,7 +322,7 @@ class BlockTable:
         if num < len(keys):  # a save failed or was not made; save again
             num_here = num + host.num_leading(keys[num:])
             absent = host.absent(keys[num_here:])
-            missing = next((place for place, is_absent in enumerate(absent) if not is_absent), len(absent))
+            missing = absent.index(False) if False in absent else len(absent)
             if missing:
                 saves.offer(hold, first + num_here, keys[num_here : num_here + missing], fence, due=True)
                 saves.submit()  # the next step may come too late
@@ -348,7 +345,7 @@ class BlockTable:
         for number in range(len(firsts)):
             holds.append(pool.hold(owner))
             (reservation if number == len(firsts) - 1 else reservation.split(num_blocks)).commit(holds[-1])
-        kept = self._tables.host.pin(
+        kept = self._tables.host.pool.pin(
             np.concatenate([self.paged_slots[first : first + num_blocks] for first in firsts]), owner
         )
         try:
@@ -387,8 +384,8 @@ class BlockTable:
         if self.own_scope is not None:
             self._forget_own()
         hold.end(fence)
-        if self.paged_pins:
-            tables.host.end_handles(self.paged_pins, fence)
+        for pin in self.paged_pins:
+            pin.end(fence)
         del tables.open[hold]
         tables.announcing.discard(self)
 
@@ -397,4 +394,4 @@ class BlockTable:
         there."""
         first = max(self.num_shared, self.num_paged)
         self._tables.pool.forget(self.hold.first(max(first, self.num_keyed))[first:].tolist())
-        self._tables.saves.end_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])
+        self._tables.writeback.end_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -26,10 +28,13 @@ from torch import Tensor
 
 from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
+from penstock.figures import SECONDS_BOUNDS, Histogram, Traffic
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.memory import BlockLayout, piece_slots
 from penstock.lanes.lane import POLL_MOST_S, Lane, Ticket, look_again_s
 from penstock.observe import ByteGuard, ContentObserver
+
+log = logging.getLogger(__name__)
 
 Slots = NDArray[np.int64]
 Layers = tuple[int, int]
@@ -59,6 +64,16 @@ class Copier(Protocol):
         index."""
 
 
+@dataclass(slots=True)
+class Times:
+    """When a transfer was submitted, became the next to end, was last seen unfinished, and ended."""
+
+    submitted_s: float = 0.0
+    first_s: float = 0.0
+    seen_s: float = 0.0
+    settled_s: float = 0.0
+
+
 class Transfer:
     """Blocks on their way from one arena to the other.
 
@@ -77,16 +92,11 @@ class Transfer:
         self.keys: Sequence[bytes] = ()  # of its leading blocks that have one
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False
-        self.submitted_s = 0.0
-        self.first_s = 0.0  # when it became the next to end
-        self.seen_s = 0.0  # when it was last seen unfinished
-        self.settled_s = 0.0
+        self.times = Times()
         self.deadline_s = float("inf")
         self.ticket: Ticket | None = None  # of the launch, set by the mover
         self.copied: list[Ticket] = []  # by group, set by the mover
-        self._num_taken = 0  # groups given out by `take_arrived`
         self._end: Fence | None = None  # behind everything that was put on the lane
-        self._launched = False
         self._error: BaseException | None = None
 
     def prepare(self) -> bool:
@@ -106,13 +116,6 @@ class Transfer:
     def overdue(self) -> bool:
         return not self.settled and time.monotonic() > self.deadline_s
 
-    def take_arrived(self) -> Iterator[BaseException | None]:
-        """For each finished group not returned before, in order: its error or None."""
-        arrivals = self.arrivals or ()
-        while self._num_taken < len(arrivals) and arrivals[self._num_taken].fence.passed():
-            self._num_taken += 1
-            yield self.copied[self._num_taken - 1].error()
-
     def error(self) -> BaseException | None:
         if self._error is None:
             self._error = next(
@@ -127,14 +130,13 @@ class Transfer:
 
     def launched(self, end: Fence | None, arrivals: Sequence[Arrival]) -> None:
         self._end = end
-        self._launched = True
         self.arrivals = tuple(arrivals)
 
     def over(self) -> bool:
         """Raises if its launch ended without anything to wait for."""
-        if not self._launched and self.ticket is not None and self.ticket.done():
+        if self.arrivals is None and self.ticket is not None and self.ticket.done():
             self._require_launched()
-        return self._launched and (self._end is None or self._end.passed())
+        return self.arrivals is not None and (self._end is None or self._end.passed())
 
     def wait_over(self, deadline_s: float) -> None:
         """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over`
@@ -154,7 +156,7 @@ class Transfer:
     def _require_launched(self) -> None:
         """Its launch is over. If the launch could not record a fence, this is not a failed copy: it is
         unknown when its slots are free."""
-        if not self._launched:
+        if self.arrivals is None:
             cause = None if self.ticket is None else self.ticket.error()
             raise InvariantBroken(
                 f"the launch of {self.label!r} failed, and when it ends is unknown: {cause!r}"
@@ -219,17 +221,34 @@ class ByteChecks:
         lane.submit(compare, [access], label=f"digests of {transfer.label}")
 
 
+@dataclass(slots=True)
+class MoverCounts:
+    """Totals of one mover, which never fall."""
+
+    num_blocks: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # by reason
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))  # from submit to settled
+
+
 class Mover:
     """One direction between two arenas. `submit` and `settle` are for the engine thread. Launching happens on
     `launcher`, a CPU lane: a long run of launches behind an unresolved fence blocks the launching thread."""
 
-    def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
+    def __init__(
+        self,
+        arenas: tuple[str, str],
+        copier: Copier,
+        lane: Lane,
+        launcher: Lane,
+        checks: ByteChecks | None = None,  # in checked mode
+    ) -> None:
         # called on the launcher when the device can wait for a transfer
         self.wake: Callable[[], None] = lambda: None
-        self.checks: ByteChecks | None = None  # in checked mode
+        self.checks = checks
         self.lane = lane
-        self._source, self._dest = arenas
+        self.arenas = self._source, self._dest = arenas
         self.copier = copier
+        self.counts = MoverCounts()
         self._launcher = launcher
         self.flying: deque[Transfer] = deque()  # not seen to end yet; the first is next
         self._last_settled_s = 0.0
@@ -244,7 +263,7 @@ class Mover:
 
     def submit(self, transfer: Transfer) -> None:
         """Hand it over; returns at once. If this raises, no part of it will run."""
-        transfer.submitted_s = time.monotonic()
+        transfer.times.submitted_s = time.monotonic()
         transfer.ticket = self._launcher.submit(
             lambda: self._launch(transfer), label=f"launch {transfer.label}"
         )
@@ -258,13 +277,34 @@ class Mover:
         now = time.monotonic()
         while self.flying and self.flying[0].over():
             transfer = self.flying.popleft()
-            transfer.settled, transfer.settled_s = True, now
-            transfer.first_s = max(transfer.submitted_s, self._last_settled_s)
+            transfer.settled, times = True, transfer.times
+            times.settled_s, times.first_s = now, max(times.submitted_s, self._last_settled_s)
             self._last_settled_s = now
             over.append(transfer)
         if self.flying:
-            self.flying[0].seen_s = now
+            self.flying[0].times.seen_s = now
         return over
+
+    def book(self, transfer: Transfer) -> None:
+        """Count it: it is over, and its pins have ended. Raises a defect in Penstock: the engine stops."""
+        error, counts = transfer.error(), self.counts
+        if isinstance(error, InvariantBroken):
+            raise error
+        if error is not None:
+            counts.failures["copy" if isinstance(error, TransferFailed) else type(error).__name__] += 1
+            log.warning("%s failed, and its blocks are computed instead: %s", transfer.label, error)
+        elif transfer.num_blocks:
+            counts.num_blocks += transfer.num_blocks
+            counts.seconds.add(transfer.times.settled_s - transfer.times.submitted_s)
+
+    def report(self, tier: str, block_bytes: int, traffic: Traffic) -> None:
+        """Add its figures to `traffic`; failures count for `tier`."""
+        if self.counts.num_blocks:
+            traffic.bytes[self.arenas] = self.counts.num_blocks * block_bytes
+            traffic.seconds[self.arenas] = self.counts.seconds.copy()
+        traffic.in_flight[self.arenas] = len(self.flying)
+        for reason, num in list(self.counts.failures.items()):
+            traffic.failures[tier, reason] = traffic.failures.get((tier, reason), 0) + num
 
     def look_again_s(self) -> float:
         """How long `settle` need not be called, unless `wake` was. Polling would only take the interpreter
@@ -272,7 +312,7 @@ class Mover:
         first = self.flying[0] if self.flying else None
         if first is None or first.arrivals is None:
             return POLL_MOST_S
-        return look_again_s(time.monotonic() - max(first.submitted_s, self._last_settled_s))
+        return look_again_s(time.monotonic() - max(first.times.submitted_s, self._last_settled_s))
 
     def drain(self, timeout_s: float, concerned: Callable[[Transfer], bool] = lambda transfer: True) -> None:
         """Block until every transfer in flight that is `concerned` is over, launched or not. The next

@@ -151,7 +151,7 @@ def test_what_the_device_keeps_is_not_saved_again_where_it_keeps_anything(
     assert cache.saves.limits.postpones == prefix_cache
     assert (
         cache.saves.limits.overlap_tokens == storage._CPU_OVERLAP_TOKENS
-        and cache.saves.host.memory is not None
+        and cache.saves._host.memory is not None
     )
 
 
@@ -188,7 +188,7 @@ def test_a_sanitizer_hears_every_lane_and_every_pool(make_engine: MakeEngine, tm
     for mover in (cache.loads.mover, cache.saves.mover):
         lanes += [mover.lane, mover._launcher]
     assert [lane.name for lane in lanes if lane._observer is not sanitizer] == []
-    assert engine.cache._pool._observer is sanitizer and cache.saves.host._pool._observer is sanitizer
+    assert engine.cache._pool._observer is sanitizer and cache.saves._host.pool._observer is sanitizer
 
 
 def test_computing_and_copying_track_no_gradients(make_engine: MakeEngine) -> None:

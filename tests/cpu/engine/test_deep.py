@@ -333,7 +333,7 @@ def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prom
     generate(engine, prompt, max_tokens=1)
     settle_all(engine)
     keys = engine.cache.prefix_of(np.array(prompt, np.uint32)).keys  # type: ignore[union-attr]
-    assert engine.cache.loads.host.num_leading(keys) == len(keys)
+    assert engine.cache.loads._host.num_leading(keys) == len(keys)
 
 
 def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:

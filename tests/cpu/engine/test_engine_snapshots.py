@@ -207,7 +207,7 @@ def test_blocks_that_the_disk_has_evicted_are_written_again_for_it(
     fill(engine, prompts)
     keys = engine.cache.prefix_of(prompts(70)).keys  # type: ignore[union-attr]
     store: Any = engine.cache.cold_tiers["ssd"].calls.store
-    assert engine.cache.loads.host.num_leading(keys) == 4 and store.num_leading(keys) == 0
+    assert engine.cache.loads._host.num_leading(keys) == 4 and store.num_leading(keys) == 0
     with running(engine):
         assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
     assert store.num_leading(keys) == 4
@@ -241,7 +241,7 @@ def test_blocks_that_only_the_device_has_are_saved_for_it(make_engine: Make, pro
     whole = generate(engine, prompts(70), max_tokens=4)
     settle_all(engine)
     keys = engine.cache.prefix_of(prompts(70)).keys  # type: ignore[union-attr]
-    assert engine.cache.loads.host.num_leading(keys) == 0
+    assert engine.cache.loads._host.num_leading(keys) == 0
     with running(engine):
         assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
     fill(engine, prompts, 12)
@@ -254,7 +254,7 @@ def test_a_block_that_lands_in_host_memory_later_is_pinned_there(make_engine: Ma
     generate(engine, prompts(70), max_tokens=1)
     settle_all(engine)
     later = engine.cache.prefix_of(prompts(60, 5)).keys  # type: ignore[union-attr]
-    host = engine.cache.loads.host
+    host = engine.cache.loads._host
     host.pin_keys("later", later)
     generate(engine, prompts(60, 5), max_tokens=1)
     settle_all(engine)
@@ -263,7 +263,7 @@ def test_a_block_that_lands_in_host_memory_later_is_pinned_there(make_engine: Ma
         fill(engine, prompts, 20)
         assert host.num_leading(later) == 3
     host.unpin_keys("later")
-    assert host.slots.pinned == 0
+    assert host.pool.counts.pinned == 0
 
 
 def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(
@@ -423,13 +423,13 @@ def test_blocks_that_only_the_device_has_are_saved_under_whose_they_are(
     run_all(engine)
     settle_all(engine)
     keys = engine.cache.prefix_of(prompts(70), salt, adapter).keys  # type: ignore[union-attr]
-    assert engine.cache.loads.host.num_leading(keys) == 0
+    assert engine.cache.loads._host.num_leading(keys) == 0
     with running(engine):
         taken = engine.snapshots.take(
             SnapshotRequest("talk", session="agent", cache_salt=salt, num_tokens=70)
         )
     assert (taken.kept_tokens, taken.adapter) == (64, "" if adapter is None else "a")
-    assert engine.cache.loads.host.num_leading(keys) == 4
+    assert engine.cache.loads._host.num_leading(keys) == 4
 
 
 def test_whoever_asks_for_a_session_is_told_when_the_engine_ends(make_engine: Make) -> None:

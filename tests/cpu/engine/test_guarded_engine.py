@@ -28,7 +28,7 @@ engine = build(tiny_config(host_blocks=64, blocks=24, speculate=SPECULATE), sani
 parts = engine._parts
 if SPECULATE is not None:
     parts.speculation.force = lambda most: most
-for arena in (parts.arena, parts.cache.saves.host.memory._arena):
+for arena in (parts.arena, parts.cache.saves._host.memory._arena):
     layout = arena.layout
     sanitizer.guard(GuardedArena(arena.name, arena.tensor.data_ptr(), layout.block_bytes, layout.num_layers, arena.num_slots))
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
-from penstock.kv.tiers.loads import Fetch
+from penstock.kv.tiers.reads import Fetch
 from penstock.testing.stores import MemoryStore
 from tests.cpu.engine.test_cold_tiers import held, only_colder, shared, store_of
 from tests.cpu.engine.test_tiers import states, turn, until

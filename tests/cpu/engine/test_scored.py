@@ -373,14 +373,14 @@ def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(
     (kept,) = engine._parts.scheduler._running.kept._kept.values()
     own = set(kept.keys) - keys
     assert len(kept.keys) % 4 == 0 and LONG + 200 - 64 - 16 <= 16 * len(kept.keys) <= LONG + 200
-    assert set(engine.cache.loads.host.keys()) - keys == own == engine.cache.saves._unshared
+    assert set(engine.cache.loads._host.pool.keys()) - keys == own == engine.cache.writeback._unshared
     assert set(engine.cache._pool.keys()) <= keys
     cancelled = submit(engine, prompts(LONG, 1), max_tokens=200)
     run_until(engine, lambda: len(cancelled.tokens) >= 150)
     engine.cancel(cancelled.request_id)
     run_all(engine)
     assert_nothing_held(engine)
-    assert engine.cache.saves._unshared == own
+    assert engine.cache.writeback._unshared == own
 
 
 def test_what_lands_when_its_request_has_gone_is_forgotten(
@@ -403,9 +403,9 @@ def test_what_lands_when_its_request_has_gone_is_forgotten(
     may_go_on.set()
     assert_nothing_held(engine)
     keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
-    assert set(engine.cache.loads.host.keys()) <= keys
+    assert set(engine.cache.loads._host.pool.keys()) <= keys
     assert engine.cache.cold_tiers["ssd"].usage().as_dict()["used"] <= len(keys)
-    assert not engine.cache.saves._unshared and not engine.cache.saves._unwanted
+    assert not engine.cache.writeback._unshared and not engine.cache.writeback.unwanted
 
 
 # ---------------------------------------------------------------------------------------------- the next turn
@@ -541,10 +541,10 @@ def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(
     (kept,) = kept_of(engine)
     longer = [*prompt, *answer.tokens, *prompts(10, seed=3)]
     assert 16 * len(kept.keys) == 1152
-    engine.cache.loads.host.forget(kept.keys[-1:])
+    engine.cache.loads._host.forget(kept.keys[-1:])
     found = [generate(engine, longer, max_tokens=2).source.host]  # type: ignore[union-attr]
     settle_all(engine)
-    engine.cache.loads.host.forget(kept.keys[32:33])
+    engine.cache.loads._host.forget(kept.keys[32:33])
     found.append(generate(engine, longer, max_tokens=2).source.host)  # type: ignore[union-attr]
     assert found == [1088, 512]
 
@@ -561,7 +561,7 @@ def test_a_session_that_is_released_leaves_nothing_that_was_scored(
         run_all(engine)
         settle_all(engine)
         prompt = [*prompt, *answer.tokens, *prompts(40, seed=turn)]
-        assert bool(engine.cache.saves._unshared) != release
+        assert bool(engine.cache.writeback._unshared) != release
         assert len(engine.cache._tables.kept) == (not release), "what a turn went on from is a part of it"
     for _ in range(5):
         engine.step()
@@ -621,7 +621,7 @@ def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from
     for _ in range(5):
         engine.step()
     assert engine.stats().kv_blocks["host"]["idle"] == engine.stats().kv_blocks["device"]["idle"] == 0
-    assert not engine.cache.saves._unshared
+    assert not engine.cache.writeback._unshared
 
 
 @pytest.mark.parametrize("mode", ["exact", "scored"])
@@ -653,7 +653,7 @@ def test_two_may_go_on_from_the_same_turn(make_engine: Make, prompts: Prompts) -
     assert all(one.error is None and len(one.tokens) == 100 and one.source.computed <= 140 for one in both)  # type: ignore[union-attr]
     settle_all(engine)
     assert len(kept_of(engine)) == 2
-    assert engine.cache.saves._unshared == {
+    assert engine.cache.writeback._unshared == {
         key for one in kept_of(engine) for key in one.keys[one.num_open :]
     }
     third = generate(engine, [*asked[0], *both[0].tokens, 7, 8, 9], max_tokens=3)
@@ -735,14 +735,14 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     engine._parts.lanes[0].drain()
     num_parts, num_layers = len(kept.place), scores.num_layers
     low, high = scores._in(kept.place, scores._make(1, scores.arena).values(1)).unbind(3)
-    pin = engine.cache.loads.host.pin_run(kept.keys, "test")
+    pin = engine.cache.loads._host.pin_run(kept.keys, "test")
     assert pin is not None and len(pin.run) == len(kept.keys)
     keys = (
         host[pin.array.tolist(), :num_layers, 0]
         .transpose(0, 1)
         .reshape(num_layers, num_parts, 64, *host.shape[4:])
     )
-    engine.cache.loads.host.end_handles([pin])
+    pin.end()
     assert torch.equal(low, keys.amin(2)) and torch.equal(high, keys.amax(2))
 
 

@@ -45,9 +45,9 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     open_ssd = storage.open_ssd
     monkeypatch.setattr(storage, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
     engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
-    assert type(engine.cache.saves.host._pool._idle.others) is type(make_order(eviction, 8))
+    assert type(engine.cache.saves._host.pool.idle.others) is type(make_order(eviction, 8))
     on_device = eviction if eviction in ("returning", "lru") else "lru"
-    assert type(engine.cache._pool._idle.others) is type(make_order(on_device, 8))
+    assert type(engine.cache._pool.idle.others) is type(make_order(on_device, 8))
     ((directory, num_bytes, _, name),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
 
@@ -61,17 +61,17 @@ def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_eve
     settings: dict[str, Any] = {"host_blocks": 8, "ssd_admission": admission, "remote_timeout_s": 0.75}
     with_disk = built(tiny_config(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, **settings))
     saves = with_disk.cache.saves
-    assert saves.limits.admission == admission and list(saves.cold) == ["ssd"]
+    assert saves.limits.admission == admission and list(with_disk.cache.cold_tiers) == ["ssd"]
     alone = built(tiny_config(remote="valkey://somewhere", **settings))
     saves = alone.cache.saves
-    assert saves.limits.admission == "always" and list(saves.cold) == ["remote"]
+    assert saves.limits.admission == "always" and list(alone.cache.cold_tiers) == ["remote"]
     ((url, _, timeout_s),) = asked
     assert (url, timeout_s) == ("valkey://somewhere", 0.75)
 
 
 def test_times_and_choices_of_the_host_tier_are_those_of_the_settings(built: Built) -> None:
     cache = built(tiny_config(host_blocks=8, lease_s=3.5, load_deadline_s=4.5, load_always=True)).cache
-    assert cache.saves.host._lease_s == 3.5
+    assert cache.saves._host._lease_s == 3.5
     assert (cache.saves.limits.load_deadline_s, cache.saves.limits.load_always) == (4.5, True)
     assert not built(tiny_config(host_blocks=8, load_always=False)).cache.saves.limits.load_always
 
@@ -112,7 +112,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
 ) -> None:
     engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
     rate = engine._parts.scheduler._times
-    assert rate is engine.cache.prefill and rate is engine.cache.loads.prefill
+    assert rate is engine.cache.prefill and rate is engine.cache.loads.costs.prefill
     assert rate.tokens(1.0, 0) is None
     generate(engine, list(range(1, 60)))
     assert rate.tokens(1.0, 0) is not None, (

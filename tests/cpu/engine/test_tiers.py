@@ -38,7 +38,7 @@ def overlap_from(engine: Engine, num_tokens: int) -> None:
     """Steps over at least so many tokens start on the first layers of their loads; shorter ones wait for all
     of it."""
     cache = engine.cache
-    cache.saves.limits = dataclasses.replace(cache.saves.limits, overlap_tokens=num_tokens)
+    cache.loads.limits = dataclasses.replace(cache.saves.limits, overlap_tokens=num_tokens)
 
 
 def states(engine: Engine) -> dict[str, int]:
@@ -378,7 +378,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(
     assert returning.tokens == expected and returning.source == KvSource(computed=80)
     stuck = engine.cache.loads.mover.flying[0]
     assert stuck is not None
-    states_now = [engine.cache._pool._book.state.at[slot] for slot in stuck.dest_slots.tolist()]
+    states_now = [engine.cache._pool.book.state[slot] for slot in stuck.dest_slots.tolist()]
     assert states_now == [SlotState.PINNED] * 5, "a deadline ends a wait, never an ownership"
     load.let()
     run_all(engine)
@@ -546,13 +546,13 @@ def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(
     engine = make_engine(host_blocks=64, load_always=False)
     expected = generate(engine, prompts(80)).tokens
     cache = engine.cache
-    assert cache.loads.prefill.seconds(64, 32) is not None, "steps are measured as they go"
+    assert cache.loads.costs.prefill.seconds(64, 32) is not None, "steps are measured as they go"
     forget(engine)
-    cache.loads.link.add(1, 1.0)  # one byte a second
+    cache.loads.costs.link.add(1, 1.0)  # one byte a second
     slow = generate(engine, prompts(80))
     assert slow.source == KvSource(computed=80) and slow.tokens == expected
     forget(engine)
-    cache.loads.link.bytes_per_s = 1e12
+    cache.loads.costs.link.bytes_per_s = 1e12
     assert generate(engine, prompts(80)).source == KvSource(host=79, computed=1)
 
 
@@ -578,7 +578,7 @@ def test_bytes_that_change_while_they_are_in_host_memory_are_reported(
     forget(engine)
     prefix = engine.cache.prefix_of(prompts(80))
     assert prefix is not None
-    (slot,) = cache.saves.host._pool.find_each(prefix.keys[2:3])
+    (slot,) = cache.saves._host.pool.find_each(prefix.keys[2:3])
     host = cache.saves.mover.copier._ends.tensors[1].data_ptr()  # type: ignore[attr-defined]
     ctypes.memset(host + slot * cache.saves.layout.block_bytes + 100, 7, 1)
     generate(engine, prompts(80), max_tokens=1)

@@ -12,8 +12,8 @@ from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.loads import BlockLoad
-from penstock.kv.tiers.saves import Persisting
 from penstock.kv.tiers.store import HEADER_BYTES, unpack
+from penstock.kv.tiers.writeback import Persisting
 from penstock.testing.stores import HandClock, MemoryStore
 from tests.pure.kv.storage_rig import BLOCK, LAYERS, Rig
 from tests.support.stepped import ByteArena, Cell, SteppedArena
@@ -187,7 +187,7 @@ class Stacked(Rig):
         return [slot >= 0 for slot in self.pool.find_each(self.keys(num_blocks, name))]
 
     def host_has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [slot >= 0 for slot in self.host._pool.find_each(keys)]
+        return [slot >= 0 for slot in self.host.pool.find_each(keys)]
 
     def store_has(self, keys: Sequence[bytes], tier: str = "ssd") -> list[bool]:
         return [key in self.stores[tier].blocks for key in keys]
@@ -195,9 +195,9 @@ class Stacked(Rig):
     def check(self) -> None:
         """The books, and the bytes under every key of every tier."""
         self.cache.check()
-        for pool, arena in ((self.pool, self.device), (self.host._pool, self.host_arena)):
+        for pool, arena in ((self.pool, self.device), (self.host.pool, self.host_arena)):
             assert sum(pool.counts) == pool.num_slots
-            for slot, key in enumerate(pool._index.key_of):
+            for slot, key in enumerate(pool.index.key_of):
                 assert key is None or arena.read([slot], ALL) == [[key] * LAYERS], (
                     f"slot {slot} of {pool.name} is not what its key says"
                 )
@@ -216,8 +216,8 @@ class Stacked(Rig):
             table.release(fence)
         self.flow()
         assert not self.loads.reads
-        assert self.host.num_leases == 0 and not self.host._arriving and not self.saves._writing
-        for pool in (self.pool, self.host._pool):
+        assert len(self.host.leases) == 0 and not self.host._arriving and not self.writeback._writing
+        for pool in (self.pool, self.host.pool):
             assert pool.counts.free + pool.counts.idle == pool.num_slots, f"{pool.name}: {pool.counts}"
         self.cache.close()
         assert all(store.closed for store in self.stores.values())

@@ -11,10 +11,11 @@ import pytest
 
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.cold import ColdTier, Writing
-from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads
-from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.host import HostLease, HostTier
+from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
+from penstock.kv.tiers.reads import ColdReader, Fetch, Reads
 from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.writeback import Writeback
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -54,9 +55,9 @@ def promotes_blocks_before_they_are_read(patch: Patch) -> None:
 
 def goes_on_behind_a_block_that_is_missing(patch: Patch) -> None:
     """Its place in the table is filled with whatever follows."""
-    take_in = Loads._take_in
+    take_in = ColdReader._take_in
 
-    def faulty(self: Loads, load: Reads) -> None:
+    def faulty(self: ColdReader, load: Reads) -> None:
         limit = load.limit
         take_in(self, load)
         if load.limit < limit and isinstance(load, BlockLoad):
@@ -65,7 +66,7 @@ def goes_on_behind_a_block_that_is_missing(patch: Patch) -> None:
                     load.came(block, load.sources[0] if load.sources[0] >= 0 else 0)
             load.limit = limit
 
-    patch.setattr(Loads, "_take_in", faulty)
+    patch.setattr(ColdReader, "_take_in", faulty)
 
 
 def gives_keys_behind_a_part_that_failed(patch: Patch) -> None:
@@ -103,8 +104,7 @@ def lets_go_of_what_it_read_when_its_table_ends(patch: Patch) -> None:
 
     def faulty(self: Loads, load: BlockLoad) -> None:
         if load.hold.ended:
-            self.host.end_handles(load.kept)
-            load.kept.clear()
+            load.end_kept()
         advance(self, load)
 
     patch.setattr(Loads, "_advance", faulty)
@@ -115,43 +115,35 @@ def reads_into_slots_that_it_gives_back_with_its_table(patch: Patch) -> None:
 
     def faulty(self: Loads, load: BlockLoad) -> None:
         while load.hold.ended and load.staged:
-            self.host.drop(load.staged.popleft().taken)
+            self._host.drop(load.staged.popleft().taken)
         advance(self, load)
 
     patch.setattr(Loads, "_advance", faulty)
 
 
 def keeps_room_that_it_does_not_read_into(patch: Patch) -> None:
-    def faulty(self: Loads, reads: Reads) -> None:
+    def faulty(self: ColdReader, reads: Reads) -> None:
         if reads.ended:
             reads.unread.clear()
 
-    patch.setattr(Loads, "_read_no_further", faulty)
+    patch.setattr(ColdReader, "read_no_further", faulty)
 
 
 def keeps_what_a_fetch_has_landed(patch: Patch) -> None:
     """A pin that nobody ends."""
-    end_handles = HostTier.end_handles
-
-    def faulty(self: HostTier, handles: Any, fence: Any = None) -> None:
-        end_handles(
-            self,
-            [handle for handle in handles if handle is not None and not handle.owner.startswith("fetch")],
-            fence,
-        )
-
-    patch.setattr(HostTier, "end_handles", faulty)
+    end_kept = Reads.end_kept
+    patch.setattr(Reads, "end_kept", lambda self: None if isinstance(self, Fetch) else end_kept(self))
 
 
 def gives_back_what_a_fetch_reads_into(patch: Patch) -> None:
-    advance = Loads._advance_fetch
+    advance = ColdReader._advance
 
-    def faulty(self: Loads, fetch: Fetch) -> None:
+    def faulty(self: ColdReader, fetch: Fetch) -> None:
         while fetch.ended and fetch.staged:
-            self.host.drop(fetch.staged.popleft().taken)
+            self._host.drop(fetch.staged.popleft().taken)
         advance(self, fetch)
 
-    patch.setattr(Loads, "_advance_fetch", faulty)
+    patch.setattr(ColdReader, "_advance", faulty)
 
 
 def forgets_loads_that_share_what_a_fetch_reads(patch: Patch) -> None:
@@ -159,13 +151,11 @@ def forgets_loads_that_share_what_a_fetch_reads(patch: Patch) -> None:
 
 
 def fetches_more_than_its_share_of_host_memory(patch: Patch) -> None:
-    patch.setattr(Loads, "_num_fetchable", property(lambda self: self.host.num_spare))
+    patch.setattr(ColdReader, "_num_fetchable", lambda self, is_next=False: self._host.pool.num_unwanted)
 
 
 def forgets_what_protected_its_sources(patch: Patch) -> None:
-    patch.setattr(
-        HostTier, "take_lease", lambda self, lease: [] if self._leases.pop(lease, None) is not None else None
-    )
+    patch.setattr(HostLease, "take", lambda self: [] if self._tier.leases.pop(self, 0) is None else None)
 
 
 def ends_the_pin_of_a_write_when_it_is_submitted(patch: Patch) -> None:
@@ -188,7 +178,7 @@ def forgets_the_pin_of_a_write_that_was_refused(patch: Patch) -> None:
         writing = try_write(self, keys, depths, slots, handle, *rest)
         if writing is None:
             self.calls.__dict__.setdefault("kept", []).append(handle)
-            handle._lender = type("Nobody", (), {"take_back": lambda self, handle, fence: None})()
+            handle.end = lambda fence=None: None
         return writing
 
     patch.setattr(ColdTier, "try_write", faulty)
@@ -208,17 +198,17 @@ def takes_every_write_for_done(patch: Patch) -> None:
 
 
 def acknowledges_before_anything_is_written(patch: Patch) -> None:
-    advance = Saves._advance_persisting
+    advance = Writeback._advance_persisting
 
-    def faulty(self: Saves, one: Any) -> None:
+    def faulty(self: Writeback, one: Any) -> None:
         advance(self, one)
         one.settled = one.sync is not None
 
-    patch.setattr(Saves, "_advance_persisting", faulty)
+    patch.setattr(Writeback, "_advance_persisting", faulty)
 
 
 def tells_nobody_of_a_store_that_was_emptied(patch: Patch) -> None:
-    patch.setattr(Saves, "reset", lambda self, tier: self.cold[tier].reset())
+    patch.setattr(Writeback, "reset", lambda self, tier: self.cold[tier].reset())
 
 
 def waits_for_ever_for_a_part_that_could_not_be_read(patch: Patch) -> None:
@@ -230,7 +220,7 @@ def promotes_into_slots_of_a_table_that_has_ended(patch: Patch) -> None:
 
     def faulty(self: Loads, copy: Copy) -> None:
         submit(self, copy)
-        copy.load.hold.run_pins.discard(copy.pins[0])  # type: ignore[arg-type]
+        copy.pins[0].end()
 
     patch.setattr(Loads, "_submit", faulty)
 

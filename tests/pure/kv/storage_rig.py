@@ -13,9 +13,9 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
-from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
+from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Mover
 from tests.support.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
 
@@ -51,9 +51,13 @@ class Rig:
         saver = Mover(("device", "host"), self.save_copier, self.lane("save"), self.lane("launch save"))
         self.compute = self.lane("compute")
         limits = TierLimits(overlap_tokens, 1e9, load_always, admission=admission)
-        self.loads = Loads(Saves(self.pool, self.host, self.make_cold(), saver, LAYOUT, limits), loader)
-        self.saves = self.loads.saves
-        self.cache = KvCache(self.pool, SCOPE, prefix_cache, self.loads)
+        tiers = Tiers.of(self.pool, self.host, self.make_cold(), (loader, saver), LAYOUT, limits)
+        self.loads, self.saves, self.writeback = tiers.loads, tiers.saves, tiers.writeback
+        self.tiers = tiers
+        self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers)
+
+    def set_limits(self, limits: TierLimits) -> None:
+        self.saves.limits = self.loads.limits = self.loads.costs.limits = limits
 
     def make_cold(self) -> Sequence[ColdTier]:
         return ()
@@ -123,7 +127,7 @@ class Rig:
     def in_host(self, keys: list[bytes]) -> list[object]:
         """What lies under each key, None where nothing does; the same in every layer."""
         found: list[object] = []
-        for slot in self.host._pool.find_each(keys):
+        for slot in self.host.pool.find_each(keys):
             cells = self.host_arena.read([slot], (0, LAYERS))[0] if slot >= 0 else [None]
             assert len(set(cells)) == 1, "one block, whole"
             found.append(cells[0])
@@ -131,7 +135,7 @@ class Rig:
 
     def check(self) -> None:
         self.pool.check()
-        self.host.check()
+        self.host.pool.check()
 
     def close(self) -> None:
         """Nothing may be left."""

@@ -19,9 +19,11 @@ from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers import loads, saves
-from penstock.kv.tiers.loads import BlockLoad, Fetch
-from penstock.kv.tiers.saves import Persisting
+from penstock.kv.tiers import reads as reads_module
+from penstock.kv.tiers import writeback
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.tiers.reads import Fetch
+from penstock.kv.tiers.writeback import Persisting
 from penstock.testing.stores import MemoryStore
 from tests.event_walks import Event, choose_events, told_shortly
 from tests.pure.kv.stacked_rig import ALL, Stacked
@@ -103,7 +105,7 @@ class Walker:
             self.seen["fetched in part"] += fetch.settled and 0 < fetch.num_came < fetch.num_blocks
         self.fetches = [fetch for fetch in self.fetches if not fetch.settled]
         for claim in self.claims:
-            claim.keys.intersection_update(self.rig.host._pool.keys())
+            claim.keys.intersection_update(self.rig.host.pool.keys())
             if claim.persisting.settled and claim.persisting.error is None:
                 there = self.rig.first.blocks.keys() | self.gone
                 assert claim.keys <= there, "a flush has acknowledged what is not there"
@@ -291,7 +293,7 @@ class Walker:
     def persist(self, r: random.Random) -> None:
         persisting = self.rig.cache.persist()
         assert persisting is not None
-        self.claims.append(Claim(persisting, set(self.rig.host._pool.keys())))
+        self.claims.append(Claim(persisting, set(self.rig.host.pool.keys())))
 
     # ---------------------------------------------------------------------------------------------------- end
 
@@ -356,12 +358,24 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
 @contextmanager
 def at_once(num_groups: int) -> Iterator[None]:
     """So much is read ahead, handed over and taken note of in one turn."""
-    before = loads._READ_AHEAD, loads._READ_AT_ONCE, saves._WRITE_AT_ONCE, saves._GONE_AT_ONCE
-    loads._READ_AHEAD = loads._READ_AT_ONCE = saves._WRITE_AT_ONCE = saves._GONE_AT_ONCE = num_groups
+    before = (
+        reads_module._READ_AHEAD,
+        reads_module._READ_AT_ONCE,
+        writeback._WRITE_AT_ONCE,
+        writeback._GONE_AT_ONCE,
+    )
+    reads_module._READ_AHEAD = reads_module._READ_AT_ONCE = writeback._WRITE_AT_ONCE = (
+        writeback._GONE_AT_ONCE
+    ) = num_groups
     try:
         yield
     finally:
-        loads._READ_AHEAD, loads._READ_AT_ONCE, saves._WRITE_AT_ONCE, saves._GONE_AT_ONCE = before
+        (
+            reads_module._READ_AHEAD,
+            reads_module._READ_AT_ONCE,
+            writeback._WRITE_AT_ONCE,
+            writeback._GONE_AT_ONCE,
+        ) = before
 
 
 def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:

@@ -18,8 +18,8 @@ PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 def measured(rig: Cached) -> None:
     """Rates that are known exactly."""
     for num, depth in ((1000, 500.0), (1000, 5000.0), (2000, 9000.0)):
-        rig.loads.prefill.add(num, depth, num * (PER_TOKEN_S + PER_DEPTH_S * depth))
-    rig.loads.link.add(int(LINK), 1.0)
+        rig.loads.costs.prefill.add(num, depth, num * (PER_TOKEN_S + PER_DEPTH_S * depth))
+    rig.loads.costs.link.add(int(LINK), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,15 @@ def test_a_retention_that_is_looked_after_often_leaves_nothing_wanted_at_its_end
     retention = rig.cache.retain(rig.prefix(), 5.0)
     for _ in range(3):
         retention.look_again()
-        assert (rig.pool.num_unwanted, rig.host.num_spare) == (2, 2)
+        assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (2, 2)
     more = rig.run("more", PROMPT[:8] + list(range(50, 58)))  # moves nothing, and lands behind it
     more.release(None)
     rig.finish()
     retention.look_again()
     retention.end()
-    assert (rig.pool.num_unwanted, rig.host.num_spare) == (4, 4), "a want that was replaced has ended, too"
+    assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (4, 4), (
+        "a want that was replaced has ended, too"
+    )
     rig.end()
 
 
@@ -94,14 +96,14 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
     rig.finish()
     retention = rig.cache.retain(rig.prefix(tokens), 5.0)
     for num_left in (3, 1):
-        for memory in (rig.pool, rig.host._pool):
+        for memory in (rig.pool, rig.host.pool):
             memory.forget(
                 [slot for slot in memory.find_each(rig.prefix(tokens).keys)[num_left:] if slot >= 0]
             )
         retention.look_again()
-        assert (rig.pool.num_unwanted, rig.host.num_spare) == (8 - num_left, 8 - num_left)
+        assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (8 - num_left, 8 - num_left)
     retention.end()
-    assert (rig.pool.num_unwanted, rig.host.num_spare) == (8, 8)
+    assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (8, 8)
     rig.end()
 
 
@@ -114,19 +116,16 @@ def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
     rig.finish()
     table = rig.run("running", PROMPT[:4])
     lease = rig.host.lease(rig.prefix(PROMPT[:8]).keys, "other")
-    assert lease is not None and rig.host.claim(lease, 0, 1)
+    assert lease is not None and lease.claim(0, 1)
     told: dict[str, dict[str, int]] = {}
 
     class Observer:
         def balanced(self, pool: str, counts: dict[str, int]) -> None:
             assert pool not in told
-            assert pool != "host" or rig.host._lock.locked(), (
-                "what was seen and what is counted belong to one moment"
-            )
             told[pool] = counts
 
     rig.cache.tell_balance(Observer())  # type: ignore[arg-type]
-    assert told == {"device": rig.pool.counts._asdict(), "host": rig.host.slots._asdict()}
+    assert told == {"device": rig.pool.counts._asdict(), "host": rig.host.pool.counts._asdict()}
     assert [sum(counts.values()) for counts in told.values()] == [6, 5] and told["host"]["pinned"] == 1
     lease.end()
     table.release(None)
@@ -186,10 +185,10 @@ def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table
     rig.cache.settle()
     rig.cache.submit_saves()
     rig.finish()
-    assert list(rig.host.keys()) == list(rig.pool.keys()) == list(rig.prefix().keys[:1]), (
+    assert list(rig.host.pool.keys()) == list(rig.pool.keys()) == list(rig.prefix().keys[:1]), (
         "the first is everybody's"
     )
-    assert not rig.saves._unshared and not rig.saves._unwanted, "nothing is known of it any more"
+    assert not rig.writeback._unshared and not rig.writeback.unwanted, "nothing is known of it any more"
     rig.end()
 
 
@@ -200,9 +199,9 @@ def test_keys_that_two_contexts_had_are_forgotten_once() -> None:
     table.close_scope(0)
     rig.finish()
     keys = list(table.sealed_keys)
-    before = rig.host.slots.free
+    before = rig.host.pool.counts.free
     rig.cache.forget_closed([*keys, *keys])
-    assert rig.host.slots.free == before + len(keys) and rig.host.num_leading(keys) == 0
+    assert rig.host.pool.counts.free == before + len(keys) and rig.host.num_leading(keys) == 0
     rig.cache.check()
     table.release(None)
     rig.end()
@@ -216,9 +215,9 @@ def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_
     table.seal(PROMPT, 2 * BLOCK, None)
     rig.cache.submit_saves()
     rig.finish()
-    assert len(list(rig.host.keys())) == 2
+    assert len(list(rig.host.pool.keys())) == 2
     table.release(None)
-    assert list(rig.host.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
+    assert list(rig.host.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
     rig.end()
 
 
@@ -242,10 +241,10 @@ def test_parts_that_are_fetched_are_counted_until_they_are_dropped() -> None:
 
 def full_host(rig: Cached) -> None:
     """It has other blocks to its last slot, and what only the device has stays there meanwhile."""
-    rig.saves.limits = TierLimits(0, 1e9, postpones=True)
+    rig.set_limits(TierLimits(0, 1e9, postpones=True))
     for number in range(rig.host.num_slots // 2):
         rig.remembered([*range(100 + 20 * number, 108 + 20 * number)])
-    assert rig.host.slots.free == 0
+    assert rig.host.pool.counts.free == 0
 
 
 def test_blocks_of_a_deep_request_are_saved_though_host_memory_is_full_and_others_are_not() -> None:
@@ -319,7 +318,7 @@ def test_a_deep_request_does_not_begin_where_host_memory_has_lost_a_part_of_it(n
     rig.remembered()
     rig.host.forget(rig.prefix().keys[2 - num_lost :])
     assert rig.cache.open("deep", rig.prefix(), 0, 2) is None
-    assert rig.host.slots.pinned == 0
+    assert rig.host.pool.counts.pinned == 0
     rig.end()
 
 
@@ -340,7 +339,7 @@ def test_in_units_of_two_a_block_waits_for_the_one_behind_it_which_is_saved_once
     assert table.page_out(2, None, unit=2) == 0 and table.num_paged == 0
     rig.finish()
     assert table.page_out(3, None, unit=2) == 2 == table.num_paged
-    assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
+    assert rig.saves.mover.counts.num_blocks == (3 + 1)
     table.release(None)
     rig.end()
 
@@ -355,7 +354,7 @@ def test_of_what_is_to_be_paged_out_that_is_saved_once_more_which_host_memory_la
     assert table.page_out(3, None) == 1
     rig.finish()
     assert table.page_out(3, None) == 2
-    assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
+    assert rig.saves.mover.counts.num_blocks == (3 + 1)
     assert rig.in_host([*keys]) == [tuple(THREE[at : at + BLOCK]) for at in (0, 4, 8)]
     table.release(None)
     rig.end()
@@ -379,7 +378,7 @@ def test_nothing_is_fetched_without_room_nor_what_was_not_paged_out() -> None:
         table.fetch([0, 1], 2)
     taken = rig.pool.try_reserve(2, "others")
     assert taken is not None and table.fetch([0], 2) == []
-    assert rig.host.slots.pinned == 2, "what the table itself has"
+    assert rig.host.pool.counts.pinned == 2, "what the table itself has"
     taken.end()
     table.release(None)
     rig.end()
@@ -400,5 +399,5 @@ def test_a_request_that_has_computed_nothing_is_retracted_with_nothing() -> None
     table = rig.cache.open("request", rig.prefix(), 0)
     assert table.try_extend(2)
     assert table.retract(0, None) is None
-    assert rig.cache.num_in_flight == 0 and rig.host.num_leases == 0
+    assert rig.cache.num_in_flight == 0 and len(rig.host.leases) == 0
     rig.end()

@@ -37,19 +37,21 @@ def lease_of(rig: Cached | Stacked, prefix: object) -> HostLease:
 
 def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_them() -> None:
     rig = Cached(num_host=4)
-    rig.saves.limits = rig.saves.limits.__class__(0, 1e9, load_always=True)
+    rig.set_limits(rig.saves.limits.__class__(0, 1e9, load_always=True))
     rig.remembered(LONG)
     keys, lease = rig.prefix(LONG).keys, lease_of(rig, rig.prefix(LONG))
     assert rig.cache.match(keys, lease) == Match(0, 0, False, 4)
     rig.host.give_way(keys, 1)
-    assert not lease.claim(0, 4) and rig.host.slots.pinned == 0, "it was matched with four"
+    assert not lease.claim(0, 4) and rig.host.pool.counts.pinned == 0, "it was matched with four"
     assert rig.cache.match(keys, lease) == Match(0, 0, False, 3)
-    assert lease.claim(0, 3) and lease.claim(0, 3) and rig.host.slots.pinned == 3
+    assert lease.claim(0, 3) and lease.claim(0, 3) and rig.host.pool.counts.pinned == 3
     assert fill_host(rig, 4, Displaces.ANYTHING) == 1, "what is claimed is nobody's room"
     table = rig.cache.open("request", rig.prefix(LONG), 0)
     table.promote(lease, 3, 1)
     rig.finish()
-    assert rig.content(LONG) == [tuple(LONG[i : i + 4]) for i in (0, 4, 8)] and rig.host.slots.pinned == 0
+    assert (
+        rig.content(LONG) == [tuple(LONG[i : i + 4]) for i in (0, 4, 8)] and rig.host.pool.counts.pinned == 0
+    )
     table.release(None)
     rig.end()
 
@@ -59,7 +61,7 @@ def test_no_claim_on_what_has_ended() -> None:
     rig.remembered()
     lease = lease_of(rig, rig.prefix())
     lease.end()
-    assert not lease.claim(0, 2) and rig.host.slots.pinned == 0
+    assert not lease.claim(0, 2) and rig.host.pool.counts.pinned == 0
     late = lease_of(rig, rig.prefix())
     rig.now_s += 1e6
     rig.cache.settle()
@@ -76,18 +78,21 @@ def test_a_lease_wants_nothing_any_more(way: str) -> None:
     rig = Cached()
     rig.remembered()
     lease = lease_of(rig, rig.prefix())
-    assert rig.host.num_spare == rig.host.num_slots - 2
+    assert rig.host.pool.num_unwanted == rig.host.num_slots - 2
     if way == "expire":
         rig.now_s += 1e6
         rig.cache.settle()
-        assert rig.host.num_spare == rig.host.num_slots
+        assert rig.host.pool.num_unwanted == rig.host.num_slots
     elif way == "claim":
-        assert lease.claim(0, 1) and rig.host.slots.pinned == 1
-        assert rig.host.num_spare == rig.host.num_slots - 1, "what it was not admitted with is nobody's"
+        assert lease.claim(0, 1) and rig.host.pool.counts.pinned == 1
+        assert rig.host.pool.num_unwanted == rig.host.num_slots - 1, (
+            "what it was not admitted with is nobody's"
+        )
     elif way == "take":
-        rig.host.end_handles(rig.host.take_lease(lease) or ())
+        for handle in lease.take() or ():
+            handle.end()
     lease.end()
-    assert rig.host.num_spare == rig.host.num_slots and rig.host.num_leases == 0
+    assert rig.host.pool.num_unwanted == rig.host.num_slots and len(rig.host.leases) == 0
     rig.end()
 
 
@@ -103,7 +108,7 @@ def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_ag
         ("host", 2),
         ("ssd", 2),
     ]
-    rig.host.reset()
+    rig.host.pool.evict(99)
     assert not lease.claim(0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
     lease.end()
     lease = lease_of(rig, prefix)
@@ -130,7 +135,7 @@ def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -
     assert isinstance(lease, HostLease)
     rig.finish()
     rig.cache.reset(["device"])
-    assert (rig.host.num_spare, rig.host.slots.reserved) == (1, 1), (
+    assert (rig.host.pool.num_unwanted, rig.host.pool.counts.reserved) == (1, 1), (
         "its blocks are wanted, the half of one is its own"
     )
     rig.host.give_way(rig.prefix().keys, num_gone)
@@ -144,7 +149,7 @@ def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -
     else:
         lease.end()
     assert rig.content() == BLOCKS[: 2 - num_gone] and again.num_keyed == 2 - num_gone
-    assert rig.host.slots.reserved == 0, "its own half is given back, read or not"
+    assert rig.host.pool.counts.reserved == 0, "its own half is given back, read or not"
     again.release(None)
     rig.end()
 
@@ -155,7 +160,7 @@ def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
     assert lease is not None
     lease.end()  # cancelled while it is saved
     rig.finish()
-    assert rig.host.num_spare == 4 and rig.host.num_leases == 0
+    assert rig.host.pool.num_unwanted == 4 and len(rig.host.leases) == 0
     rig.end()
 
 
@@ -168,19 +173,21 @@ def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
     rig.finish()
     rig.cache.reset(["host"])
     retention = rig.cache.retain(rig.prefix(), 1e12)
-    assert (rig.pool.num_unwanted, rig.host.num_spare) == (0, 4)
+    assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (0, 4)
     assert not rig.cache.make_room(2, 0)
     rig.finish()
-    assert rig.pool.num_free == 2 and rig.host.num_spare == 4, "it is in host memory, and nobody has looked"
+    assert rig.pool.num_free == 2 and rig.host.pool.num_unwanted == 4, (
+        "it is in host memory, and nobody has looked"
+    )
     retention.look_again()
     assert (
-        rig.host.num_spare == 2
+        rig.host.pool.num_unwanted == 2
         and fill_host(rig, 4) == 2
-        and rig.host.find_each(rig.prefix().keys) != [-1, -1]
+        and rig.host.pool.find_each(rig.prefix().keys) != [-1, -1]
     )
     retention.end()
     retention.end()
-    assert rig.host.num_spare == 4 and rig.pool.num_unwanted == 2
+    assert rig.host.pool.num_unwanted == 4 and rig.pool.num_unwanted == 2
     rig.end()
 
 
@@ -189,13 +196,13 @@ def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None
     rig.run("request", PROMPT[:8]).release(None)
     rig.finish()
     retention = rig.cache.retain(rig.prefix(), 5.0)
-    rig.pool.coldest_slots(4)
-    rig.host._pool.coldest_slots(4)  # somebody looked for room everywhere, and did not take it
-    assert (rig.host.num_spare, rig.pool.num_unwanted) == (4, 4)
+    rig.pool.coldest(4, drops_wants=True)
+    rig.host.pool.coldest(4, drops_wants=True)  # somebody looked for room everywhere, and did not take it
+    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (4, 4)
     retention.look_again()
-    assert (rig.host.num_spare, rig.pool.num_unwanted) == (2, 2)
+    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (2, 2)
     retention.end()
-    assert (rig.host.num_spare, rig.pool.num_unwanted) == (4, 4)
+    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (4, 4)
     rig.end()
 
 
@@ -219,7 +226,7 @@ def test_a_start_takes_what_is_left_to_compute_and_to_load() -> None:
     rig = Cached()
     assert rig.cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing was measured"
     for num, seconds in ((1000, 1.0), (2000, 2.0), (1000, 1.0)):
-        rig.loads.prefill.add(num, num / 2, seconds)
+        rig.loads.costs.prefill.add(num, num / 2, seconds)
     whole = rig.cache.start_s(64, Match(0, 0, False, 0))
     found = rig.cache.start_s(64, Match(8, 0, False, 0))
     colder = rig.cache.start_s(64, Match(0, 0, False, 8))

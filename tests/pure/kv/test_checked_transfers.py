@@ -50,7 +50,7 @@ class Checked(Rig):
             mover.checks = ByteChecks(self.told, self.told, ALL)
 
     def expected(self, what: str, keys: Sequence[bytes]) -> list[tuple[str, str, int, bytes, int]]:
-        slots = self.host.find_each(keys)
+        slots = self.host.pool.find_each(keys)
         return [(what, "host", slot, key, digest(key)) for slot, key in zip(slots, keys, strict=True)]
 
 
@@ -63,7 +63,7 @@ def test_of_saved_blocks_those_that_are_copied_are_told_where_they_go() -> None:
     new = [KEYS[0], KEYS[2], KEYS[4]]
     assert sorted(rig.told.events) == sorted(rig.expected("demoted", new))
     assert [(arena, sorted(slots)) for arena, slots in rig.told.spoiled] == [
-        ("host", sorted(rig.host.find_each(new)))
+        ("host", sorted(rig.host.pool.find_each(new)))
     ]
     assert rig.in_host(KEYS[:5]) == KEYS[:5]
     rig.close()

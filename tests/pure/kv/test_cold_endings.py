@@ -143,8 +143,8 @@ def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(
 
 def test_a_store_is_not_waited_for_longer_than_a_second_however_long_computing_takes() -> None:
     rig = Stacked("remote")
-    rig.saves.limits = replace(rig.saves.limits, load_always=False)
-    rig.loads.prefill.add(BLOCK, 0.0, 100.0)
+    rig.set_limits(replace(rig.saves.limits, load_always=False))
+    rig.loads.costs.prefill.add(BLOCK, 0.0, 100.0)
     lease = rig.cache.lease("request", rig.prefix(4))
     assert isinstance(lease, HostLease) and lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(
         1.0

@@ -8,7 +8,7 @@ import pytest
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers import loads
+from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers.loads import BlockLoad
 from tests.pure.kv.stacked_rig import GROUP, Stacked
 from tests.pure.kv.test_cold_loads import EIGHT, from_ssd
@@ -69,15 +69,15 @@ def test_blocks_that_others_want_in_host_memory_make_room_for_those_that_a_reque
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group is read at a time, and one more begun in each turn."""
-    monkeypatch.setattr(loads, "_READ_AHEAD", 1)
-    monkeypatch.setattr(loads, "_READ_AT_ONCE", 1)
+    monkeypatch.setattr(reads_module, "_READ_AHEAD", 1)
+    monkeypatch.setattr(reads_module, "_READ_AT_ONCE", 1)
 
 
 @pytest.mark.usefixtures("slow")
 def test_room_for_all_of_it_is_taken_though_little_is_read_at_a_time() -> None:
     rig = from_ssd()
     table, load = rig.load(EIGHT)
-    assert rig.host.slots.reserved == EIGHT and len(rig.tiers["ssd"].readings) == 1
+    assert rig.host.pool.counts.reserved == EIGHT and len(rig.tiers["ssd"].readings) == 1
     for lane in (0, 1, 0, 1):
         assert len(load.staged) == 1
         rig.read(lane)
@@ -93,7 +93,7 @@ def test_what_is_not_being_read_yet_is_not_read_for_a_request_that_has_gone() ->
     rig.read(0)
     table.release(None)
     rig.cache.settle()
-    assert rig.host.slots.reserved == GROUP and not load.over, "the one group that is being read"
+    assert rig.host.pool.counts.reserved == GROUP and not load.over, "the one group that is being read"
     rig.flow()
     assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * 4 + [False] * 4
     rig.end()
@@ -283,7 +283,7 @@ def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back()
 
 def test_a_load_that_nothing_came_of_keeps_nobody_waiting() -> None:
     rig = from_ssd()
-    taken = rig.host.take_private(rig.host.slots.free, "somebody")
+    taken = rig.host.take_private(rig.host.pool.counts.free, "somebody")
     assert taken is not None
     table, load = rig.load(EIGHT)
     assert load.settled and load.over and load.num_landed == 0

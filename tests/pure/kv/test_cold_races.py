@@ -19,10 +19,11 @@ from penstock.kv.table import BlockTable
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
-from penstock.kv.tiers.loads import BlockLoad, Fetch, Loads
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.saves import Saves
+from penstock.kv.tiers.reads import Fetch
 from penstock.kv.tiers.store import Outcome
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Mover
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
@@ -68,11 +69,10 @@ class World:
         lanes = ColdLanes([lane("read-0"), lane("read-1")], [lane("write")], None)
         limits = ColdLimits(group_bytes=BLOCK_BYTES, stuck_s=1e9)
         self.tier = ColdTier(self.store, lanes, self.host.view, ("host", LAYERS), limits, HandClock())
-        loads = Loads(
-            Saves(pool, tier, [self.tier], save, LAYOUT, TierLimits(0, 1e9, load_always=True)), load
-        )
-        loads._part_blocks = 1
-        self.cache = KvCache(pool, SCOPE, loads=loads)
+        limits = TierLimits(0, 1e9, load_always=True)
+        tiers = Tiers.of(pool, tier, [self.tier], (load, save), LAYOUT, limits)
+        tiers.loads._part_blocks = 1
+        self.cache = KvCache(pool, SCOPE, tiers=tiers)
 
     def prefix(self, name: str, num_blocks: int = 2) -> Prefix:
         prefix = self.cache.prefix_of([ord(name)] * (num_blocks * BLOCK))
@@ -355,14 +355,15 @@ def takes_what_is_being_read_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def promotions_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_lease = HostTier.take_lease
+    take = HostLease.take
 
-    def faulty(self: HostTier, lease: HostLease) -> list[Any] | None:
-        kept = take_lease(self, lease)
-        self.end_handles(kept or ())
+    def faulty(self: HostLease) -> list[Any] | None:
+        kept = take(self)
+        for handle in kept or ():
+            handle.end()
         return None if kept is None else []
 
-    monkeypatch.setattr(HostTier, "take_lease", faulty)
+    monkeypatch.setattr(HostLease, "take", faulty)
 
 
 def parts_that_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ red."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
-from penstock.kv.tiers import saves as saves_module
+from penstock.kv.tiers import writeback as writeback_module
 from penstock.kv.tiers.calls import BreakerState
-from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.saves import Persisting, Saves
 from penstock.lanes.lane import Ticket
 from tests.pure.kv.stacked_rig import ALL, Stacked
 from tests.pure.kv.storage_rig import BLOCK, LAYERS
@@ -40,11 +37,15 @@ def test_with_always_a_block_is_written_when_it_lands() -> None:
     rig = Stacked(admission="always")
     rig.ran(4).release(None)
     rig.run("launch save", "save")
-    assert len(rig.tiers["ssd"].writings) == 1 and rig.host.slots.pinned == 4, (
+    assert len(rig.tiers["ssd"].writings) == 1 and rig.host.pool.counts.pinned == 4, (
         "protected while they are written"
     )
     rig.run("write ssd")
-    assert rig.store_has(rig.keys(4)) == [True] * 4 and rig.host.slots.pinned == 0 and rig.saves._dirty == {}
+    assert (
+        rig.store_has(rig.keys(4)) == [True] * 4
+        and rig.host.pool.counts.pinned == 0
+        and rig.writeback._dirty == {}
+    )
     rig.end()
 
 
@@ -97,20 +98,10 @@ def test_a_flush_loses_nothing_where_a_copy_to_host_memory_failed_before() -> No
     rig.end()
 
 
-def test_with_reuse_blocks_are_written_that_come_to_the_device_ahead_of_their_request() -> None:
-    rig = Stacked(admission="reuse")
-    rig.remembered(4)
-    assert not rig.stores["ssd"].blocks
-    assert rig.cache.promote_ahead("request", rig.prefix(4), 0, 2) is not None
-    rig.flow()
-    assert rig.store_has(rig.keys(4)) == [True, True, False, False]
-    rig.end()
-
-
 @pytest.mark.parametrize("postpones", [False, True])
 def test_nobody_who_waits_for_blocks_in_host_memory_keeps_others_from_the_disk(postpones: bool) -> None:
     rig = Stacked(num_host=4)
-    rig.saves.limits = replace(rig.saves.limits, postpones=postpones)
+    rig.set_limits(replace(rig.saves.limits, postpones=postpones))
     rig.remembered(4, "a")
     wanted = rig.cache.retain(rig.prefix(4, "a"), 0.0)
     table = rig.ran(4, "b")
@@ -170,7 +161,7 @@ def test_a_second_tier_gets_everything_at_once_and_what_it_gave_is_not_given_bac
     load = table.promote(lease, 4, 1)
     rig.flow()
     assert load.num_landed == 4 and rig.stores["remote"].calls.count("write") == writes
-    assert set(rig.saves._dirty) == set(rig.keys(4)), "the disk does not have it"
+    assert set(rig.writeback._dirty) == set(rig.keys(4)), "the disk does not have it"
     assert rig.persisted().error is None and rig.store_has(rig.keys(4)) == [True] * 4
     rig.end(table)
 
@@ -256,7 +247,7 @@ def test_a_store_that_has_not_answered_a_lease_has_not_said_that_it_has_nothing(
 def test_nobody_has_a_lease_of_nothing_behind_what_the_device_has() -> None:
     rig = Stacked()
     table = rig.ran(2)
-    assert rig.cache.lease("request", rig.prefix(4)) is None and rig.host.num_leases == 0
+    assert rig.cache.lease("request", rig.prefix(4)) is None and len(rig.host.leases) == 0
     rig.end(table)
 
 
@@ -313,7 +304,7 @@ def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
 def test_an_answer_is_as_old_as_its_lease_may_be() -> None:
     rig = Stacked("remote")
     lease = asked(rig)
-    rig.host._clock = lambda: 1e9
+    rig.host.clock = lambda: 1e9
     rig.cache.settle()
     assert lease.expired
     rig.put("remote", rig.keys(4))
@@ -334,7 +325,7 @@ def test_a_question_that_cannot_be_asked_leaves_no_lease(monkeypatch: pytest.Mon
         broken.setattr(rig.lane("ask remote"), "submit", fails)
         with pytest.raises(MemoryError):
             rig.cache.lease("request", rig.prefix(4))
-    assert rig.host.num_leases == 0 and rig.host.slots.pinned == 0
+    assert len(rig.host.leases) == 0 and rig.host.pool.counts.pinned == 0
     rig.cache.settle()
     assert len(rig.tiers["remote"].findings) == 0, "nobody waits for an answer"
     lease = asked(rig)
@@ -424,8 +415,8 @@ def test_persist_is_not_kept_from_writing_by_the_limit_of_the_queue() -> None:
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_what_left_host_memory_before_is_not_what_persist_is_about(admission: AdmissionName) -> None:
     rig = in_host_only(admission, 4)
-    slots = rig.host._pool.find_each(rig.keys(4)[2:])
-    rig.host._pool.forget(slots)
+    slots = rig.host.pool.find_each(rig.keys(4)[2:])
+    rig.host.pool.forget(slots)
     one = rig.persisted()
     assert one.error is None and rig.store_has(rig.keys(4)) == [True, True, False, False]
     rig.end()
@@ -435,13 +426,13 @@ def test_a_block_that_is_evicted_once_it_is_written_was_persisted() -> None:
     rig = in_host_only("reuse", 4, num_host=4)
     one = rig.cache.persist()
     rig.cache.settle()
-    assert one is not None and rig.host.slots.pinned == 4
-    assert rig.host.reset() == 0, "nothing can be evicted that is being written"
+    assert one is not None and rig.host.pool.counts.pinned == 4
+    assert rig.host.pool.evict(99) == 0, "nothing can be evicted that is being written"
     rig.flow()
     assert (
         one.settled
         and one.error is None
-        and rig.host.reset() == 4
+        and rig.host.pool.evict(99) == 4
         and rig.store_has(rig.keys(4)) == [True] * 4
     )
     rig.end()
@@ -465,7 +456,7 @@ def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
     rig = Stacked(admission="reuse", num_host=4)
     for number in range(20):
         rig.remembered(4, chr(ord("a") + number))
-        assert len(rig.saves._dirty) <= rig.host.num_slots
+        assert len(rig.writeback._dirty) <= rig.host.num_slots
     rig.end()
 
 
@@ -525,11 +516,11 @@ def test_what_a_flush_has_written_meanwhile_is_not_written_again(monkeypatch: py
 def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(saves_module, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback_module, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 5)
     one = rig.cache.persist()
     rig.cache.settle()
-    assert one is not None and rig.host.reset() == 3, "two of them are being written"
+    assert one is not None and rig.host.pool.evict(99) == 3, "two of them are being written"
     rig.flow()
     assert one.settled and isinstance(one.error, StoreFailed) and "3 of 5" in str(one.error)
     assert rig.persisted().error is None, "they are none of what is there now"
@@ -540,7 +531,7 @@ def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
-    monkeypatch.setattr(saves_module, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback_module, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 6)
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     one = rig.persisted()
@@ -556,13 +547,13 @@ def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
 
 def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have left: it begins when all of them are taken note of."""
-    monkeypatch.setattr(saves_module, "_GONE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback_module, "_GONE_AT_ONCE", 2)
     rig = in_host_only("evict", 9)
     rig.remembered(1, "b")
-    assert rig.host.reset() == 10
+    assert rig.host.pool.evict(99) == 10
     rig.remembered(2, "c")
     one = rig.persisted()
-    assert one.error is None and len(one.keys or ()) == 2 and rig.saves._dirty == {}
+    assert one.error is None and len(one.keys or ()) == 2 and rig.writeback._dirty == {}
     rig.end()
 
 
@@ -636,7 +627,7 @@ def test_what_cannot_be_submitted_gives_its_pin_back(monkeypatch: pytest.MonkeyP
             patch.setattr(rig.tiers["ssd"]._writers, "deal", refuses)
             with pytest.raises(MemoryError):
                 rig.persisted()
-        assert rig.host.slots.pinned == 0
+        assert rig.host.pool.counts.pinned == 0
     else:
         rig = Stacked()
         rig.remembered(4, tiers=("ssd",))
@@ -658,7 +649,7 @@ def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:
     rig = Stacked("ssd", "remote")
     rig.remembered(4, tiers=("host", "ssd", "remote"))
     assert emptied(rig, "remote") == 4
-    assert rig.saves._dirty == {}
+    assert rig.writeback._dirty == {}
     rig.end()
 
 
@@ -790,9 +781,9 @@ def test_what_could_not_be_written_is_no_longer_on_its_way(admission: AdmissionN
     store, keys = rig.stores["ssd"], rig.keys(4)
     store.fails.update(keys[1:3])
     assert rig.persisted().error is not None
-    assert not rig.saves._writing and rig.host.slots.pinned == 0
+    assert not rig.writeback._writing and rig.host.pool.counts.pinned == 0
     store.fails.clear()
-    assert rig.persisted().error is None and rig.store_has(keys) == [True] * 4 and not rig.saves._dirty
+    assert rig.persisted().error is None and rig.store_has(keys) == [True] * 4 and not rig.writeback._dirty
     rig.end()
 
 
@@ -800,9 +791,9 @@ def test_what_a_full_queue_refuses_is_not_kept_from_leaving() -> None:
     rig = Stacked(num_host=32, num_device=32)
     tables = [rig.ran(4, name) for name in "abcdef"]  # more than the queue takes while nothing is written
     rig.run("launch save", "save")
-    assert rig.host.slots.pinned <= 8, "the queue's eight blocks, and no others"
+    assert rig.host.pool.counts.pinned <= 8, "the queue's eight blocks, and no others"
     rig.flow()
-    assert rig.host.slots.pinned == 0
+    assert rig.host.pool.counts.pinned == 0
     rig.end(*tables)
 
 
@@ -812,104 +803,3 @@ def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
     resetting = rig.cache.reset(["ssd"])
     rig.cache.settle()
     assert resetting.settled and isinstance(resetting.error, LaneClosed)
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-class EndsPinsAtSubmit(Saves):
-    def _write(self, tier, keys, depths, must=False):  # type: ignore[no-untyped-def]
-        writing = super()._write(tier, keys, depths, must)
-        if writing is not None:
-            self.host.end_handles([writing.handle])
-            writing.handle = None
-        return writing
-
-
-class SyncsAtOnce(Saves):
-    """It does not wait until what is to be persisted is in host memory."""
-
-    def submit(self) -> None:
-        super().submit()
-
-
-class NeverSyncs(Saves):
-    def _advance_persisting(self, one: Persisting) -> None:
-        super()._advance_persisting(one)
-        if one.sync is not None:
-            one.settled = True
-
-
-class BelievesEveryWrite(Saves):
-    def settle_writes(self) -> None:
-        before = set(self._dirty)
-        super().settle_writes()
-        for key in before - self._writing:
-            self._dirty.pop(key, None)
-
-
-class ForgetsNothingAtAReset(Saves):
-    def reset(self, tier: str) -> Writing:
-        return self.cold[tier].reset()
-
-
-class WritesThroughTheLimit(Saves):
-    def _write_dirty(self, keys, must=False):  # type: ignore[no-untyped-def]
-        return super()._write_dirty(keys)
-
-
-def sealed_by_persist(make: type[Saves]) -> None:
-    """A story in which each of them is seen."""
-    rig = Stacked(admission="evict", num_host=12)
-    rig.saves.__class__ = make
-    rig.ran(10).release(None)
-    one = rig.cache.persist()
-    assert one is not None
-    rig.cache.settle()
-    rig.run("launch save", "save")
-    rig.cache.settle()
-    evicted = rig.host.reset()
-    assert rig.cache.match(rig.keys(10)).num_blocks == 10 and evicted == 0, "they are being written"
-    rig.flow()
-    assert one.settled and one.error is None and rig.store_has(rig.keys(10)) == [True] * 10
-    assert rig.stores["ssd"].calls[-1] == "persist"
-    emptied(rig, "ssd")
-    rig.stores["ssd"].fails.add(rig.keys(1)[0])
-    assert rig.persisted().error is not None, "not all of it was written"
-    rig.stores["ssd"].fails.clear()
-    assert rig.persisted().error is None and rig.store_has(rig.keys(10)) == [True] * 10
-    rig.end()
-
-
-def test_a_sound_one_tells_the_story_to_its_end() -> None:
-    sealed_by_persist(Saves)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        EndsPinsAtSubmit,
-        SyncsAtOnce,
-        NeverSyncs,
-        BelievesEveryWrite,
-        ForgetsNothingAtAReset,
-        WritesThroughTheLimit,
-    ],
-)
-def test_it_is_noticed_where_it(fault: type[Saves]) -> None:
-    with pytest.raises(Exception):  # noqa: B017  a rule of the story, or the books themselves
-        sealed_by_persist(fault)
-
-
-def no_persist(tier: ColdTier) -> None:
-    def persist() -> object:
-        return tier.try_write([], [], [], None, True)  # type: ignore[arg-type]
-
-    tier.persist = persist  # type: ignore[assignment, method-assign]
-
-
-@pytest.mark.parametrize("break_it", [no_persist])
-def test_it_is_noticed_where_the_store_is_not_told_to_keep_it(break_it: Callable[[ColdTier], None]) -> None:
-    rig = in_host_only("evict")
-    break_it(rig.tiers["ssd"])
-    assert rig.persisted().error is None and rig.stores["ssd"].calls[-1] != "persist"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.kv.tiers import loads as loads_module
+from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import StoreUsage
@@ -20,7 +21,7 @@ from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig, leased
 
 NOW_S = 1e9  # later than any machine's own time: nothing is overdue by accident
-SAVE_PATIENCE_S, ASK_PATIENCE_S = saves_module._PATIENCE_S, loads_module._PATIENCE_S
+SAVE_PATIENCE_S, ASK_PATIENCE_S = saves_module._PATIENCE_S, reads_module.PATIENCE_S
 NEAR_S, FAR_S = SAVE_PATIENCE_S / 2, SAVE_PATIENCE_S * 2
 
 
@@ -28,13 +29,13 @@ NEAR_S, FAR_S = SAVE_PATIENCE_S / 2, SAVE_PATIENCE_S * 2
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """What loads and saves look at; everybody else has the real time, which none of these tests is about."""
     clock = HandClock(NOW_S)
-    for module in (loads_module, saves_module):
+    for module in (loads_module, reads_module, saves_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
 def limit(rig: Rig, load_deadline_s: float) -> None:
-    rig.saves.limits = dataclasses.replace(rig.saves.limits, load_deadline_s=load_deadline_s)
+    rig.set_limits(dataclasses.replace(rig.saves.limits, load_deadline_s=load_deadline_s))
 
 
 def only(rig: Rig) -> Transfer:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers import loads
+from penstock.kv.tiers import reads as reads_module
 from tests.pure.kv.stacked_rig import GROUP, Stacked
 
 EIGHT = 8
@@ -107,13 +107,13 @@ def a_load_of_which_some_has_landed(rig: Stacked) -> BlockTable:
 def a_load_that_reads_a_little_at_a_time(rig: Stacked) -> BlockTable:
     """So that some of it is not even asked for when it is waited for."""
     rig.remembered(EIGHT, tiers=("ssd",))
-    before = loads._READ_AHEAD, loads._READ_AT_ONCE
-    loads._READ_AHEAD = loads._READ_AT_ONCE = 1
+    before = reads_module._READ_AHEAD, reads_module._READ_AT_ONCE
+    reads_module._READ_AHEAD = reads_module._READ_AT_ONCE = 1
     try:
         table, load = rig.load(EIGHT)
         assert load.unread
     finally:
-        loads._READ_AHEAD, loads._READ_AT_ONCE = before
+        reads_module._READ_AHEAD, reads_module._READ_AT_ONCE = before
     return table
 
 
@@ -126,7 +126,7 @@ def a_load_that_ends_short(rig: Stacked) -> BlockTable:
 def a_load_from_three_tiers(rig: Stacked) -> BlockTable:
     keys = rig.keys(EIGHT)
     rig.remembered(EIGHT, tiers=("host",))
-    rig.host._pool.forget(rig.host._pool.find_each(keys[2:]))
+    rig.host.pool.forget(rig.host.pool.find_each(keys[2:]))
     rig.put("ssd", keys[2:6])
     rig.put("remote", keys[6:])
     prefix = rig.prefix(EIGHT)

@@ -10,6 +10,7 @@ from penstock.contract import Arrival
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction import _COSTS, _NUM_CLASSES, TOKENS_TO_DOUBLE, CostOrder, LruOrder
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import as_run
 from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy
@@ -23,17 +24,17 @@ def key(number: int) -> bytes:
 
 
 def sealed(order: CostOrder, slot: int, number: int, depth: int = 0) -> None:
-    order.sealed([slot], [key(number)], [depth])
+    order.sealed(as_run([slot]), [key(number)], [depth])
 
 
 def test_cost_several_of_one_queue_that_go_together_leave_the_floor_at_the_last() -> None:
     """What comes next ranks above all of them."""
     order = CostOrder(8, block_tokens=16)
     sealed(order, 0, 0)
-    order.add([0])
+    order.add(as_run([0]))
     order._floor = 5.0  # as others that went meanwhile have left it
     sealed(order, 1, 1)
-    order.add([1])
+    order.add(as_run([1]))
     assert order.pop(2) == [0, 1] and order._floor == 5.0 + _COSTS[0]
 
 
@@ -43,9 +44,9 @@ def test_cost_no_chain_is_too_dear_for_the_dearest_class(depth: int) -> None:
     sealed(order, 0, 0, depth)
     sealed(order, 1, 1)
     for _ in range(40):
-        order.hit([0])
-    order.add([0])
-    order.add([1])
+        order.hit(as_run([0]))
+    order.add(as_run([0]))
+    order.add(as_run([1]))
     assert order._class_of[0] == _NUM_CLASSES - 1
     assert order.pop(2) == [1, 0]
 
@@ -54,7 +55,7 @@ def test_cost_a_chain_of_one_block_is_as_dear_as_its_tokens() -> None:
     """On average they cost twice the first, which is one doubling."""
     order = CostOrder(1, block_tokens=2 * TOKENS_TO_DOUBLE)
     sealed(order, 0, 0)
-    order.add([0])
+    order.add(as_run([0]))
     assert _COSTS[order._class_of[0]] == 2.0
 
 
@@ -62,7 +63,7 @@ def test_cost_a_short_chain_behind_a_long_one_that_ends_where_it_begins_is_cheap
     order = CostOrder(3, block_tokens=2 * TOKENS_TO_DOUBLE)
     for slot, depth in enumerate([1, 0, 0]):
         sealed(order, slot, slot, depth)
-    order.add([0, 1, 2])
+    order.add(as_run([0, 1, 2]))
     assert order.pop(3) == [2, 0, 1]
 
 
@@ -81,7 +82,9 @@ def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(
     reservation.commit(hold)
     load = BlockLoad(hold, 0, 1, (), (), float("inf"))
     groups = [Group((n, n + 1)) for n in range(num_arrivals)]
-    load.copies.append(Copy(load, [pool.pin_run(hold, 0, 1, "request")], np.zeros(1, np.int64), groups))
+    load.copies.append(
+        Copy(load, [pool.pin(hold.first(0 + 1)[0:], "request")], np.zeros(1, np.int64), groups)
+    )
     load.num_sent = 1
     assert not load.nearly_landed(), "before its fences exist nobody knows"
     load.copies[0].launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])

@@ -22,6 +22,7 @@ from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
 from penstock.kv.blocks import eviction
 from penstock.kv.blocks.eviction import CostOrder, Ghosts, LruOrder, ReturningOrder, SeenKeys, make_order
+from penstock.kv.blocks.slots import as_run
 from tests.pure.kv.eviction_models import MODELS
 
 NUM_SLOTS = 9
@@ -61,7 +62,7 @@ class OrderMachine(RuleBasedStateMachine):
         here = set(self.key.values())
         keys = [key for key in (KEYS[first:] + KEYS[:first]) if key not in here][: min(num, len(self.free))]
         slots, self.free = self.free[: len(keys)], self.free[len(keys) :]
-        self.both(lambda order: order.sealed(slots, keys, range(depth, depth + len(keys))))
+        self.both(lambda order: order.sealed(as_run(slots), keys, range(depth, depth + len(keys))))
         self.key.update(zip(slots, keys, strict=True))
         self.used += slots
         if not stays:
@@ -73,7 +74,7 @@ class OrderMachine(RuleBasedStateMachine):
         self.go([self.used[place] for place in places if place < len(self.used)])
 
     def go(self, slots: list[int]) -> None:
-        self.both(lambda order: order.add(slots))
+        self.both(lambda order: order.add(as_run(slots)))
         self.used = [slot for slot in self.used if slot not in slots]
         self.idle.update(slots)
 
@@ -83,10 +84,10 @@ class OrderMachine(RuleBasedStateMachine):
         idle = sorted(self.idle)
         slots = [idle[place] for place in places if place < len(idle)]
         if hits == "before":
-            self.both(lambda order: order.hit(slots))
-        self.both(lambda order: order.remove(slots))
+            self.both(lambda order: order.hit(as_run(slots)))
+        self.both(lambda order: order.remove(as_run(slots)))
         if hits == "after":
-            self.both(lambda order: order.hit(slots))
+            self.both(lambda order: order.hit(as_run(slots)))
         self.idle.difference_update(slots)
         self.used += slots
         if comes_back:
@@ -95,7 +96,9 @@ class OrderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.used)
     @rule(places=picks)
     def hit(self, places: list[int]) -> None:
-        self.both(lambda order: order.hit([self.used[place] for place in places if place < len(self.used)]))
+        self.both(
+            lambda order: order.hit(as_run([self.used[place] for place in places if place < len(self.used)]))
+        )
 
     @rule(num=st.integers(0, 5))
     def pop(self, num: int) -> None:
@@ -150,20 +153,6 @@ def test_of_two_classes_of_the_same_rank_the_cheaper_goes_first():
     machine.teardown()
 
 
-@pytest.mark.parametrize("name", ["lru", "returning"])
-def test_runs_may_be_arrays(name, monkeypatch):
-    kind = type(make_order(name, NUM_SLOTS))
-    for call in ("add", "remove", "hit"):
-        method = getattr(kind, call)
-        monkeypatch.setattr(
-            kind, call, lambda self, slots, method=method: method(self, np.array(slots, np.intp))
-        )
-    monkeypatch.setattr(eviction, "FEW_KEYS", 0)  # keys that are sealed together are looked up at once
-    run_state_machine_as_test(
-        machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
-
-
 # ----------------------------------------------------------------------------------------------------- faults
 
 
@@ -176,7 +165,7 @@ def returning_takes_all_for_fresh(monkeypatch):
 
 
 def returning_remembers_no_keys(monkeypatch):
-    monkeypatch.setattr(SeenKeys, "add", lambda self, keys: [False] * len(keys))
+    monkeypatch.setattr(SeenKeys, "add", lambda self, keys: np.zeros(len(keys), bool))
 
 
 def returning_never_lets_go_what_came_back(monkeypatch):
@@ -184,9 +173,10 @@ def returning_never_lets_go_what_came_back(monkeypatch):
 
 
 def returning_puts_a_whole_run_into_one_queue(monkeypatch):
-    monkeypatch.setattr(
-        ReturningOrder, "_num_fresh", lambda self, slots: 0 if self._returned.any(slots) else len(slots)
-    )
+    def faulty(self, slots):
+        self._enqueue(slots, int(self._returned[slots].any()))
+
+    monkeypatch.setattr(ReturningOrder, "add", faulty)
 
 
 def cost_has_no_ghosts(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.config import EvictionName
 from penstock.kv.blocks.eviction import EvictionOrder, make_order
+from penstock.kv.blocks.slots import as_run
 
 NUM = 4
 KEYS = [bytes([7 * number + 1, number, 3 * number, 5 * number]) * 4 for number in range(NUM + 1)]
@@ -19,18 +20,18 @@ KEYS = [bytes([7 * number + 1, number, 3 * number, 5 * number]) * 4 for number i
 def forgotten_block(order: EvictionOrder) -> None:
     """Deep, used again and again, in slot 0; then it is forgotten while somebody has it, and not by
     eviction."""
-    order.sealed([0], KEYS[NUM:], [100_000])
+    order.sealed(as_run([0]), KEYS[NUM:], [100_000])
     for _ in range(3):
-        order.add([0])
-        order.remove([0])
-        order.hit([0])
+        order.add(as_run([0]))
+        order.remove(as_run([0]))
+        order.hit(as_run([0]))
 
 
 def order_of(order: EvictionOrder, slots: Sequence[int]) -> list[int]:
     """Blocks of equal worth, in all slots, one after the other."""
     for slot in slots:
-        order.sealed([slot], [KEYS[slot]], [0])
-        order.add([slot])
+        order.sealed(as_run([slot]), [KEYS[slot]], [0])
+        order.add(as_run([slot]))
     return order.pop(NUM)
 
 

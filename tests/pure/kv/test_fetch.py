@@ -13,10 +13,10 @@ from penstock.contract import Match
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers import loads
-from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import BlockLoad, Fetch
+from penstock.kv.tiers import reads as reads_module
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import LinkRate
+from penstock.kv.tiers.reads import Fetch
 from tests.pure.kv.stacked_rig import BLOCK_BYTES, GROUP, Stacked
 from tests.pure.kv.test_drain import held
 
@@ -59,7 +59,7 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     fetch = fetching(rig)
     assert not fetch.settled and fetch.num_blocks == EIGHT
     assert rig.cache.num_in_flight == 3, "itself, and two groups that are being read"
-    assert rig.host.slots.reserved == EIGHT and not any(rig.host_has(rig.keys(EIGHT))), (
+    assert rig.host.pool.counts.reserved == EIGHT and not any(rig.host_has(rig.keys(EIGHT))), (
         "nothing is found before it has landed"
     )
     rig.read(0)
@@ -67,9 +67,10 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     rig.flow()
     assert fetch.settled and fetch.num_came == fetch.num_blocks == EIGHT
     assert rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT and not any(rig.device_has(EIGHT))
-    assert rig.host.slots.idle == EIGHT and rig.host.slots.pinned == rig.host.slots.reserved == 0, (
-        "ordinary blocks"
-    )
+    assert (
+        rig.host.pool.counts.idle == EIGHT
+        and rig.host.pool.counts.pinned == rig.host.pool.counts.reserved == 0
+    ), "ordinary blocks"
     assert rig.cache.num_in_flight == 0
     reads = count_reads(rig)
     table, load = rig.promote_all(EIGHT)
@@ -122,7 +123,7 @@ def test_what_host_memory_has_in_between_is_not_read() -> None:
     rig = Stacked(num_host=HOST)
     keys = rig.keys(EIGHT)
     rig.remembered(EIGHT, tiers=("host", "ssd"))
-    rig.host._pool.forget(rig.host._pool.find_each([*keys[2:4], *keys[5:]]))
+    rig.host.pool.forget(rig.host.pool.find_each([*keys[2:4], *keys[5:]]))
     reads = count_reads(rig)
     fetch = fetching(rig)
     assert fetch.num_blocks == 5
@@ -153,10 +154,10 @@ def test_a_gap_that_nobody_has_ends_it_before() -> None:
 
 def test_it_is_not_begun_where_computing_is_faster() -> None:
     rig = from_ssd()
-    rig.saves.limits = dataclasses.replace(rig.saves.limits, load_always=False)
-    rig.loads.prefill.add(1000, 0.0, 0.001)
+    rig.set_limits(dataclasses.replace(rig.saves.limits, load_always=False))
+    rig.loads.costs.prefill.add(1000, 0.0, 0.001)
     rig.tiers["ssd"].rate.bytes_per_s = 1.0
-    assert rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None and rig.host.slots.reserved == 0
+    assert rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None and rig.host.pool.counts.reserved == 0
     rig.tiers["ssd"].rate.bytes_per_s = 1e12
     assert fetching(rig).num_blocks == EIGHT
     rig.flow()
@@ -175,11 +176,11 @@ def far_away(num_blocks: int = EIGHT) -> Stacked:
 def test_it_begins_when_a_store_far_away_has_answered() -> None:
     rig = far_away()
     fetch = fetching(rig)
-    assert not fetch.settled and fetch.num_blocks == 0 and rig.host.slots.reserved == 0, (
+    assert not fetch.settled and fetch.num_blocks == 0 and rig.host.pool.counts.reserved == 0, (
         "nobody knows yet how much room it needs"
     )
     rig.run("ask remote")
-    assert fetch.num_blocks == EIGHT and rig.host.slots.reserved == EIGHT
+    assert fetch.num_blocks == EIGHT and rig.host.pool.counts.reserved == EIGHT
     rig.flow()
     assert (
         fetch.settled
@@ -323,7 +324,7 @@ def test_few_groups_are_read_ahead_before_the_tier_was_measured() -> None:
 def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
     rig = from_ssd()
     tier = rig.tiers["ssd"]
-    tier.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * loads._FETCH_AHEAD_S)
+    tier.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * reads_module._FETCH_AHEAD_S)
     fetch = fetching(rig)
     assert len(fetch.staged) == 2, "one is less than that, two are more"
     rig.flow()
@@ -335,7 +336,7 @@ def test_it_begins_no_reads_while_a_load_keeps_the_tier_busy() -> None:
     rig = from_ssd()
     rig.put("ssd", rig.keys(EIGHT, "b"))
     # the cold load takes twice as long
-    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * loads._FETCH_AHEAD_S))
+    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * reads_module._FETCH_AHEAD_S))
     table, load = rig.load(EIGHT, "b")
     fetch = fetching(rig)
     assert len(load.staged) == 4 and not fetch.staged and len(fetch.unread) == 4
@@ -376,7 +377,7 @@ def test_it_ends_before_a_block_that_does_not_come(lost: int, how: str) -> None:
     assert fetch.settled and fetch.num_came < fetch.num_blocks == EIGHT
     came = rig.host_has(keys)
     assert came[:lost] == [True] * lost and not came[lost] and sum(came) == fetch.num_came < EIGHT
-    assert rig.host.slots.reserved == 0
+    assert rig.host.pool.counts.reserved == 0
     rig.end()
 
 
@@ -386,7 +387,7 @@ def test_what_lies_behind_a_block_that_does_not_come_is_not_read() -> None:
     reads = count_reads(rig)
     fetching(rig)
     rig.read(0)
-    assert rig.host.slots.reserved == GROUP, "the group that is being read already"
+    assert rig.host.pool.counts.reserved == GROUP, "the group that is being read already"
     rig.flow()
     assert reads == Counter(rig.keys(2 * GROUP))
     rig.end()
@@ -399,7 +400,7 @@ def test_a_tier_that_dies_under_way_brings_what_it_had_read(num_read: int) -> No
     rig.read(*(number % 2 for number in range(num_read)))
     rig.stores["ssd"].die()
     rig.flow()
-    assert fetch.settled and fetch.num_came == num_read * GROUP and rig.host.slots.reserved == 0
+    assert fetch.settled and fetch.num_came == num_read * GROUP and rig.host.pool.counts.reserved == 0
     assert (fetch.num_came == fetch.num_blocks) == (num_read == 4)
     if num_read < 4:
         assert not rig.tiers["ssd"].usable and rig.cache.prefetch(rig.prefix(EIGHT), "next") is None, (
@@ -417,7 +418,7 @@ def test_a_tier_that_is_stuck_gets_nothing_more_to_do_and_the_room_is_given_back
     assert not rig.tiers["ssd"].usable
     rig.cache.settle()
     rig.check()
-    assert not fetch.unread and rig.host.slots.reserved == 2 * GROUP and not fetch.settled
+    assert not fetch.unread and rig.host.pool.counts.reserved == 2 * GROUP and not fetch.settled
     assert rig.cache.prefetch(rig.prefix(4, "b"), "other") is None
     del rig.tiers["ssd"].calls._running["one that hangs"]
     rig.flow()
@@ -431,7 +432,7 @@ def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> N
     fetch.deadline_s = 0.0
     rig.cache.settle()
     rig.check()
-    assert fetch.overdue and not fetch.settled and rig.host.slots.reserved == 2 * GROUP, (
+    assert fetch.overdue and not fetch.settled and rig.host.pool.counts.reserved == 2 * GROUP, (
         "a deadline ends a wait, never an ownership"
     )
     rig.flow()
@@ -451,7 +452,7 @@ def test_a_cancel_at_any_moment_lets_land_what_is_being_read_and_reads_no_more(n
     rig.cache.settle()
     rig.check()
     under_way = min(2, 4 - num_read) * GROUP
-    assert rig.host.slots.reserved == under_way and fetch.settled == (under_way == 0)
+    assert rig.host.pool.counts.reserved == under_way and fetch.settled == (under_way == 0)
     rig.flow()
     assert (
         fetch.settled and sum(rig.host_has(rig.keys(EIGHT))) == fetch.num_came == num_read * GROUP + under_way
@@ -472,7 +473,7 @@ def test_what_is_forgotten_does_not_come_back_by_itself(tier: str, num_read: int
     assert resetting.settled and fetch.settled and fetch.num_came < fetch.num_blocks
     assert (
         rig.host_has(rig.keys(EIGHT)) == landed + [False] * (EIGHT - len(landed))
-        and rig.host.slots.reserved == 0
+        and rig.host.pool.counts.reserved == 0
     )
     assert rig.store_has(rig.keys(EIGHT)) == [tier == "host"] * EIGHT, "nor to the disk"
     assert (rig.cache.prefetch(rig.prefix(EIGHT), "next") is not None) == (tier == "host"), (
@@ -488,7 +489,7 @@ def test_what_a_reset_has_forgotten_is_not_published_whoever_ends_it_later(later
     fetch = fetching(rig)
     rig.cache.reset(["host"])
     if later == "ended again":
-        rig.loads.end_fetches()
+        rig.loads.reader.end_fetches()
     elif later == "another reset":
         rig.cache.reset(["ssd"])
     else:
@@ -497,7 +498,7 @@ def test_what_a_reset_has_forgotten_is_not_published_whoever_ends_it_later(later
     assert fetch.num_came == 0 and rig.host_has(rig.keys(EIGHT))[2:] == [False] * (EIGHT - 2)
     assert later == "a load" or not any(rig.host_has(rig.keys(EIGHT)))
     rig.flow()
-    assert fetch.settled and fetch.num_came == 0 and rig.host.slots.reserved == 0
+    assert fetch.settled and fetch.num_came == 0 and rig.host.pool.counts.reserved == 0
     rig.end(*tables)
 
 
@@ -527,7 +528,7 @@ def test_a_close_over_a_read_that_hangs_says_so_and_can_be_tried_again() -> None
     fetch = fetching(rig)
     with held(rig, "read"), pytest.raises(DeadlineExceeded):
         rig.cache.close(0.0)
-    assert not fetch.settled and rig.host.slots.reserved == 2 * GROUP
+    assert not fetch.settled and rig.host.pool.counts.reserved == 2 * GROUP
     rig.cache.close()
     assert fetch.settled
 
@@ -541,7 +542,7 @@ def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back()
     with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
         rig.cache.settle()
     rig.flow()
-    assert fetch.settled and fetch.num_came == 0 and rig.host.slots.reserved == 0
+    assert fetch.settled and fetch.num_came == 0 and rig.host.pool.counts.reserved == 0
     rig.end()
 
 
@@ -553,7 +554,9 @@ def test_a_drain_of_everything_waits_for_it_and_one_of_slots_does_not() -> None:
     table = rig.cache.open("idle", None, 0)
     assert table.try_extend(2)
     fetch = fetching(rig)
-    assert rig.cache._is_touched() and not rig.cache._is_touched(table.hold.slots)
+    assert rig.cache.num_in_flight and not any(
+        one.touches(frozenset(table.hold.slots)) for one in rig.loads.reads
+    )
     with held(rig, "read"):
         rig.cache.drain(0.0, table.hold.slots)
         assert not fetch.settled
@@ -641,7 +644,7 @@ def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(
     pin_each = rig.host.pin_each
 
     def after_an_eviction(keys: Sequence[bytes], owner: str) -> tuple[list[int], Pin | None]:
-        rig.host.reset()
+        rig.host.pool.evict(99)
         return pin_each(keys, owner)
 
     monkeypatch.setattr(rig.host, "pin_each", after_an_eviction)
@@ -701,7 +704,7 @@ def test_a_request_that_goes_while_it_shares_a_fetch_keeps_nothing() -> None:
     table, load = rig.load(EIGHT)
     table.release(None)
     rig.flow()
-    assert load.over and rig.host.slots.pinned == 0
+    assert load.over and rig.host.pool.counts.pinned == 0
     rig.end()
 
 
@@ -710,7 +713,7 @@ def test_fetches_of_others_make_room_for_a_load() -> None:
     rig.put("ssd", rig.keys(EIGHT, "b"))
     rig.tiers["ssd"].rate = LinkRate(1.0)  # one group at a time
     fetch = fetching(rig)
-    assert fetch.num_blocks == 4 and rig.host.slots.reserved == 4
+    assert fetch.num_blocks == 4 and rig.host.pool.counts.reserved == 4
     private = rig.host.take_private(6, "somebody")
     assert private is not None
     table, load = rig.load(EIGHT, "b")
@@ -755,21 +758,3 @@ def test_nobody_waits_for_a_read_that_hangs() -> None:
         assert rig.host_has(rig.keys(4, "b")) == [True] * 4, "saves find room"
     rig.flow()
     rig.end(other)
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-def test_it_is_noticed_where_what_is_shared_is_let_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_each = HostTier.pin_each
-
-    def faulty(self: HostTier, keys, owner: str):  # type: ignore[no-untyped-def]
-        slots, pin = pin_each(self, keys, owner)
-        if pin is not None and owner.startswith("load"):
-            pin.end()
-            pin = None
-        return slots, pin
-
-    monkeypatch.setattr(HostTier, "pin_each", faulty)
-    with pytest.raises((InvariantBroken, AssertionError)):
-        shared_with_a_load_and_wanted_by_others()

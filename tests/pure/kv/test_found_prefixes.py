@@ -10,7 +10,6 @@ import pytest
 
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import PerSlot, Run
 
 
 def scope(**fields: str) -> Scope:
@@ -33,7 +32,7 @@ def test_a_run_of_keys_ends_at_the_first_that_is_missing() -> None:
     reservation.commit(hold)
     first, _, third = hold.slots
     pool.seal([first, third], [b"first", b"third"])
-    assert pool.find([b"first", b"second", b"third"]) == [first]
+    assert pool.find([b"first", b"second", b"third"]).tolist() == [first]
     assert pool.find_each([b"first", b"second", b"third"]) == [first, -1, third]
     hold.end()
     pool.close()
@@ -42,7 +41,7 @@ def test_a_run_of_keys_ends_at_the_first_that_is_missing() -> None:
 def test_a_prefix_that_is_asked_for_again_is_found_as_it_is_now() -> None:
     pool = BlockPool(4, "device")
     keys = (b"first", b"second")
-    assert pool.find(keys) == []
+    assert not len(pool.find(keys))
     for num in (1, 2):
         reservation, hold = pool.try_reserve(1, "request"), pool.hold("request")
         assert reservation is not None
@@ -88,21 +87,21 @@ def test_a_prefix_that_is_asked_for_again_is_not_looked_up_again() -> None:
     pool = BlockPool(7000, "device")
     keys = keys_of("a", 6000)
     sealed(pool, keys[:5000])
-    pool._index.slot_of = CountingSlots(pool._index.slot_of)
-    assert len(pool.find(keys)) == 5000
+    pool.index.slot_of = CountingSlots(pool.index.slot_of)
+    want = pool.want(pool.find(keys), 1.0)
     for turn in range(20):
-        pool._index.slot_of.num_lookups = 0
-        assert len(pool.find(keys)) == 5000 and pool._index.slot_of.num_lookups == 1
+        pool.index.slot_of.num_lookups = 0
+        assert len(pool.find(keys, want)) == 5000 and pool.index.slot_of.num_lookups == 1
         sealed(pool, keys_of(f"other {turn}", 10))
         pool.forget(pool.find_each(keys_of(f"other {turn}", 10)))
     sealed(pool, keys[5000:5010])
-    pool._index.slot_of.num_lookups = 0
-    assert len(pool.find(keys)) == 5010 and pool._index.slot_of.num_lookups <= 12, (
+    pool.index.slot_of.num_lookups = 0
+    assert len(pool.find(keys, want)) == 5010 and pool.index.slot_of.num_lookups <= 12, (
         "ten that came, and the one behind"
     )
 
 
-@pytest.mark.parametrize("num", [3, 100])  # short runs are lists and long ones arrays
+@pytest.mark.parametrize("num", [3, 100])
 def test_a_prefix_that_went_and_came_back_is_not_looked_up_again_either(num: int) -> None:
     """What was forgotten before the answer was given takes nothing back from it."""
     pool = BlockPool(2 * num, "device")
@@ -110,11 +109,11 @@ def test_a_prefix_that_went_and_came_back_is_not_looked_up_again_either(num: int
     sealed(pool, keys[:num])
     pool.forget(pool.find_each(keys[:num]))
     sealed(pool, keys[:num])
-    assert len(pool.find(keys)) == num
+    want = pool.want(pool.find(keys), 1.0)
     sealed(pool, (b"another",))
     pool.forget(pool.find_each([b"another"]))
-    pool._index.slot_of = CountingSlots(pool._index.slot_of)
-    assert len(pool.find(keys)) == num and pool._index.slot_of.num_lookups == 1
+    pool.index.slot_of = CountingSlots(pool.index.slot_of)
+    assert len(pool.find(keys, want)) == num and pool.index.slot_of.num_lookups == 1
 
 
 @pytest.mark.parametrize("num_more", [0, 1])
@@ -123,49 +122,8 @@ def test_a_prompt_that_begins_as_the_one_before_is_looked_up_behind_that(num_mor
     keys = keys_of("a", 4)
     sealed(pool, keys[:3])
     run = pool.find(keys[:3])
-    pool._index.slot_of = CountingSlots(pool._index.slot_of)
-    assert pool.find(keys_of("a", 3 + num_more)) == run and pool._index.slot_of.num_lookups == num_more
-
-
-def test_as_many_prefixes_are_remembered_as_a_plan_looks_at() -> None:
-    pool = BlockPool(6400, "device")
-    asked = [keys_of(f"request {number} ", 100) for number in range(64)]
-    for keys in asked:
-        sealed(pool, keys[:99])
-        pool.find(keys)
-    pool._index.slot_of = CountingSlots(pool._index.slot_of)
-    for _ in range(3):
-        pool._index.slot_of.num_lookups = 0
-        assert [len(pool.find(keys)) for keys in asked] == [99] * 64
-        assert pool._index.slot_of.num_lookups == 64
-    for number in range(1000):
-        pool.find(keys_of(f"passing {number} ", 2))
-    assert len(pool._index._found) + len(pool._index._found_before) <= 256, "answers are forgotten"
-
-
-class LookedAt(PerSlot):
-    """When blocks lost their keys. Another thread looks for `keys` while that is being noted."""
-
-    def __init__(self, pool: BlockPool, keys: tuple[bytes, ...]) -> None:
-        super().__init__("q", pool.num_slots)
-        self._look = lambda: pool.find(keys)
-
-    def set(self, slots: Run, number: int) -> None:
-        self._look()
-        super().set(slots, number)
-        self._look()
-
-
-def test_an_answer_given_while_a_block_is_forgotten_does_not_outlive_that() -> None:
-    pool = BlockPool(4, "host")
-    keys = keys_of("a", 3)
-    sealed(pool, keys)
-    first, *_ = pool.find(keys)
-    pool._index._lost_at = LookedAt(pool, keys)
-    pool.forget(pool.find_each(keys[1:]))
-    assert pool.find(keys) == [first]
-    sealed(pool, keys_of("others", 3))
-    assert pool.find(keys) == [first], "the others' blocks are not this prefix's"
+    pool.index.slot_of = CountingSlots(pool.index.slot_of)
+    assert pool.find(keys_of("a", 3 + num_more)) is run and pool.index.slot_of.num_lookups == num_more
 
 
 def walks(num: int) -> Iterator[random.Random]:

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from penstock.kv.blocks.slots import as_run
 from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
 from tests.pure.kv.test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
@@ -55,7 +56,7 @@ def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
     for each in (took, coming):
         tier.drop(each)
     assert pin is not None
-    tier.end_handles([pin])
+    pin.end()
     tier.close()
 
 
@@ -68,9 +69,9 @@ def test_what_lands_is_counted_when_it_has_and_what_is_dropped_never() -> None:
     tier.drop(others)
     assert counted(tier) == {"landed": 3}
     pin = tier.land(last, [0, 2], "read")
-    assert counted(tier) == {"landed": 5} and tier.find_each(KEYS[5:8])[1] == ABSENT
+    assert counted(tier) == {"landed": 5} and tier.pool.find_each(KEYS[5:8])[1] == ABSENT
     assert pin is not None
-    tier.end_handles([pin])
+    pin.end()
     tier.close()
 
 
@@ -80,7 +81,7 @@ def test_leases_that_run_out_are_counted_each_and_those_that_end_in_time_are_not
     fill(tier, KEYS[:4])
     ended, first, second, read = (leased(tier, KEYS[:4]) for _ in range(4))
     ended.end()
-    handles = tier.take_lease(read)
+    handles = read.take()
     clock.now_s += LEASE_S
     tier.expire()
     assert "leases_expired" not in counted(tier), "they are open until then"
@@ -92,7 +93,8 @@ def test_leases_that_run_out_are_counted_each_and_those_that_end_in_time_are_not
         and second.expired
         and not (ended.expired or read.expired)
     )
-    tier.end_handles(handles or [])
+    for handle in handles or ():
+        handle.end()
     tier.close()
 
 
@@ -104,27 +106,27 @@ def test_a_lease_that_has_run_out_has_nothing_in_any_tier_and_cannot_be_claimed(
     found.answer(2)
     waiting, claimed = leased(tier, KEYS[:4]), leased(tier, KEYS[:4])
     waiting.parts = claimed.parts = (Part("ssd", [2, 3], found),)
-    assert waiting.runs_from(0) == [("host", 2), ("ssd", 2)] and tier.claim(claimed, 0, 2)
+    assert waiting.runs_from(0) == [("host", 2), ("ssd", 2)] and claimed.claim(0, 2)
     clock.now_s += LEASE_S + 2.0
     tier.expire()
     for lease in (waiting, claimed):
         assert lease.runs_from(0) == [] and lease.num_from(0) == 0 and lease.ready and not lease.parts
-        assert not tier.claim(lease, 0, 0) and tier.take_lease(lease) is None
-    assert tier.num_spare == tier.num_slots
+        assert not lease.claim(0, 0) and lease.take() is None
+    assert tier.pool.num_unwanted == tier.num_slots
     tier.close()
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_every_block_that_leaves_is_told_once_and_in_order_however_few_are_asked_for(most: int) -> None:
     tier = new_tier()
-    tier.watch_gone()
+    tier.take_gone(0)
     fill(tier, KEYS[:5])
     lost = [0, 3, 1, 4]
     for place in lost:
         tier.forget(KEYS[place : place + 1])
     fill(tier, KEYS[3:4])  # it is here again: nobody has lost it
     told: list[bytes] = []
-    while tier.any_gone:
+    while bool(tier.pool.gone):
         some = tier.take_gone(most)
         assert len(some) <= most
         told += some
@@ -135,8 +137,8 @@ def test_every_block_that_leaves_is_told_once_and_in_order_however_few_are_asked
 def test_nothing_is_told_of_blocks_that_leave_where_nobody_asks() -> None:
     tier = new_tier()
     fill(tier, KEYS[:2])
-    tier.reset()
-    assert not tier.any_gone and tier.take_gone(10) == []
+    tier.pool.evict(99)
+    assert not bool(tier.pool.gone) and tier.take_gone(10) == []
     tier.close()
 
 
@@ -146,7 +148,7 @@ def test_a_lease_loses_every_block_that_goes_and_only_those() -> None:
     lease = leased(tier, KEYS[:6])
     before = lease.slots
     tier.forget([KEYS[1], KEYS[3], KEYS[4]])
-    tier.refresh(lease)
+    lease.refresh()
     assert [slot == ABSENT for slot in lease.slots] == [False, True, False, True, True, False]
     assert ABSENT not in before, "what somebody read of it before is not changed under him"
     assert lease.num_from(0) == 1 and lease.num_from(2) == 1 and lease.num_from(5) == 1
@@ -169,14 +171,14 @@ def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_a
     wrong one."""
     tier = new_tier(num_slots=4)
     fill(tier, KEYS[:4])
-    stays = tier.want(KEYS[:2], 5.0)
-    moves = tier.want(KEYS[2:4], 1.0)
-    assert tier.want(KEYS[2:4], 9.0, moves) is moves and moves.rank == 9.0
+    stays = tier.pool.want(as_run(tier.pool.find_each(KEYS[:2])), 5.0)
+    moves = tier.pool.want(as_run(tier.pool.find_each(KEYS[2:4])), 1.0)
+    assert tier.pool.want(as_run(tier.pool.find_each(KEYS[2:4])), 9.0, moves) is moves and moves.rank == 9.0
     tier.land(tier.take(KEYS[10:12], range(2), "demote", Displaces.ANYTHING))
-    assert tier.find_each(KEYS[2:4]) == [ABSENT, ABSENT] and ABSENT not in tier.find_each(KEYS[:2])
-    tier.end_want(stays)
-    tier.end_want(moves)
-    assert tier.num_spare == 4
+    assert tier.pool.find_each(KEYS[2:4]) == [ABSENT, ABSENT] and ABSENT not in tier.pool.find_each(KEYS[:2])
+    stays.end()
+    moves.end()
+    assert tier.pool.num_unwanted == 4
     tier.close()
 
 
@@ -191,9 +193,9 @@ def test_a_lease_from_a_block_on_grows_behind_it_and_never_before(before_are_her
     lease = tier.lease(KEYS[:5], "request", first=2)
     assert lease is not None and lease.num_from(2) == 1
     fill(tier, KEYS[3:5])
-    tier.grow(lease)
+    lease.grow()
     assert lease.num_from(2) == 3 and lease.slots[:2].tolist() == [ABSENT, ABSENT]
-    assert tier.num_spare == tier.num_slots - 3, "those before are nobody's wish"
+    assert tier.pool.num_unwanted == tier.num_slots - 3, "those before are nobody's wish"
     lease.end()
     tier.close()
 
@@ -204,9 +206,9 @@ def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> N
     tier = new_tier()
     some = tier.take(KEYS[:4], [5, 6, 7, 8], "read")
     pin = tier.land(some, [1, 3], "read")
-    slots = tier.find_each([KEYS[1], KEYS[3]])
-    assert pin is not None and tier._pool.depths_of(slots) == [6, 8]
-    tier.end_handles([pin])
+    slots = tier.pool.find_each([KEYS[1], KEYS[3]])
+    assert pin is not None and tier.pool.depths[slots].tolist() == [6, 8]
+    pin.end()
     tier.close()
 
 
@@ -218,11 +220,15 @@ def test_a_block_that_a_snapshot_pins_stays_however_it_comes(in_part: bool) -> N
     if in_part:
         pin = tier.land(some, [0, 2], "read")
         assert pin is not None
-        tier.end_handles([pin])
+        pin.end()
     else:
         tier.land(some)
     pinned = 1 if in_part else 2
-    assert tier.reset() == 1 and tier.num_keys == tier.slots.pinned == pinned and tier.has(KEYS[0])
+    assert (
+        tier.pool.evict(99) == 1
+        and tier.pool.num_keys == tier.pool.counts.pinned == pinned
+        and tier.has_each([KEYS[0]])[0]
+    )
     tier.unpin_keys("snapshot")
-    assert tier.reset() == pinned
+    assert tier.pool.evict(99) == pinned
     tier.close()

@@ -62,13 +62,13 @@ def test_a_tier_is_built_before_any_of_its_memory_is_ready_and_gets_all_of_it_pi
     tier.withhold()
     arena = Pieces()
     memory = HostMemory(arena, tier.ready)
-    assert tier.slots.free == 0
+    assert tier.pool.counts.free == 0
     arena.let(3)
     arena.wait_done(3)
-    assert tier.slots.free == 3 * 64
+    assert tier.pool.counts.free == 3 * 64
     arena.let(7)
     arena.wait_done(7)
-    assert tier.slots.free == 640
+    assert tier.pool.counts.free == 640
     memory.close()
     tier.close()
 

@@ -107,7 +107,7 @@ class TierMachine(RuleBasedStateMachine):
         """So many slots were reserved: what was free goes first, then blocks that nobody wants, of which the
         pool chooses."""
         self.expose(num_new - num_free)
-        gone = {key for key in self.here if not self.tier.has(key)}
+        gone = {key for key in self.here if not self.tier.has_each([key])[0]}
         assert len(gone) == max(0, num_new - num_free), "as many are forgotten as room is needed for"
         assert gone <= self.unwanted, "what is claimed stays, and what is wanted goes after all else"
         self.lose(gone)
@@ -158,8 +158,8 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.private)
     @rule(which=index)
     def give_up_private(self, which: int) -> None:
-        lease = HostLease(self.tier, "request", [], 0)
-        self.tier.keep(lease, self.private.pop(which % len(self.private)))
+        lease = HostLease(self.tier, "request", np.empty(0, np.int64), 0)
+        lease.open(0, self.private.pop(which % len(self.private)))
         lease.end()
 
     @rule(keys=some_keys, most=st.integers(0, 3))
@@ -197,7 +197,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(which=index)
     def refresh(self, which: int) -> None:
         entry = self.leases[which % len(self.leases)]
-        self.tier.refresh(entry.lease)
+        entry.lease.refresh()
         if entry.lease.want is not None:  # not claimed
             entry.known = set(entry.here)
         assert set(np.flatnonzero(entry.lease.slots != ABSENT).tolist()) == entry.known
@@ -209,7 +209,7 @@ class TierMachine(RuleBasedStateMachine):
         wants = entry.lease.want is not None
         some = set(range(first, first + num))
         unchanged = entry.here & some == entry.known & some
-        assert self.tier.claim(entry.lease, first, num) == (unchanged or not wants)
+        assert entry.lease.claim(first, num) == (unchanged or not wants)
         if wants:
             entry.known = set(entry.here)
             if unchanged:
@@ -240,7 +240,7 @@ class TierMachine(RuleBasedStateMachine):
         protected = (
             {entry.keys[place] for place in entry.here} if entry.lease.want is not None else entry.claimed
         )
-        kept = self.tier.take_lease(entry.lease)
+        kept = entry.lease.take()
         assert kept is not None
         self.reading.append((kept, protected))
 
@@ -248,7 +248,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(which=index)
     def has_read(self, which: int) -> None:
         kept, _ = self.reading.pop(which % len(self.reading))
-        self.tier.end_handles(kept)
+        for handle in kept:
+            handle.end()
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
     def time_goes_by(self, seconds: float) -> None:
@@ -257,14 +258,14 @@ class TierMachine(RuleBasedStateMachine):
         for entry in self.leases:
             assert entry.lease.expired == (entry.lease.deadline_s < self.now_s)
             if entry.lease.expired:
-                assert not self.tier.claim(entry.lease, 0, 1) and self.tier.take_lease(entry.lease) is None
+                assert not entry.lease.claim(0, 1) and entry.lease.take() is None
         self.leases = [entry for entry in self.leases if not entry.lease.expired]
 
     @rule()
     def reset(self) -> None:
         forgotten = self.here - self.pinned
         self.expose(NUM_SLOTS)
-        assert self.tier.reset() == len(forgotten)
+        assert self.tier.pool.evict(99) == len(forgotten)
         self.lose(forgotten)
 
     # ------------------------------------------------------------------------------------------------- always
@@ -272,8 +273,8 @@ class TierMachine(RuleBasedStateMachine):
     # Holds invariant 16: the states of all slots sum to the host pool's size.
     @invariant()
     def the_books_add_up(self) -> None:
-        self.tier.check()
-        counts = self.tier.slots
+        self.tier.pool.check()
+        counts = self.tier.pool.counts
         pinned, idle = len(self.pinned & self.here), len(self.here - self.pinned)
         assert (counts.reserved, counts.active, counts.pinned, counts.idle) == (
             self.num_reserved,
@@ -281,16 +282,16 @@ class TierMachine(RuleBasedStateMachine):
             pinned,
             idle,
         )
-        assert sum(counts) == NUM_SLOTS and self.tier.num_leases == len(self.leases)
-        assert (self.tier.num_free, self.tier.num_spare) == (
+        assert sum(counts) == NUM_SLOTS and len(self.tier.leases) == len(self.leases)
+        assert (self.tier.pool.num_free, self.tier.pool.num_unwanted) == (
             self.num_free,
             self.num_free + len(self.unwanted),
         )
-        assert self.tier.num_available == self.num_in(Displaces.ANYTHING)
+        assert self.tier.pool.num_available == self.num_in(Displaces.ANYTHING)
 
     @invariant()
     def what_should_be_here_is(self) -> None:
-        assert {key for key in KEYS if self.tier.has(key)} == self.here
+        assert {key for key in KEYS if self.tier.has_each([key])[0]} == self.here
 
     def teardown(self) -> None:
         for coming in self.coming:
@@ -298,10 +299,11 @@ class TierMachine(RuleBasedStateMachine):
         for entry in self.leases:
             entry.lease.end()
         for kept, _ in self.reading:
-            self.tier.end_handles(kept)
+            for handle in kept:
+                handle.end()
         for private in self.private:
             private.rollback()
-        assert self.tier.num_spare == NUM_SLOTS, "nobody wants anything any more"
+        assert self.tier.pool.num_unwanted == NUM_SLOTS, "nobody wants anything any more"
         self.tier.close()
 
 
@@ -313,26 +315,25 @@ TestHostTierAgainstItsReference = TierMachine.TestCase
 
 
 def evicts_what_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = HostTier.claim
+    claim = HostLease.claim
 
-    def faulty(self: HostTier, lease, *args):
-        claimed = claim(self, lease, *args)
-        if claimed:
-            self._end_handles(self._leases[lease])
-            self._leases[lease] = []
+    def faulty(self: HostLease, *args):
+        claimed = claim(self, *args)
+        while claimed and self._handles:
+            self._handles.pop().end()
         return claimed
 
-    monkeypatch.setattr(HostTier, "claim", faulty)
+    monkeypatch.setattr(HostLease, "claim", faulty)
 
 
 def evicts_what_is_wanted_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = HostTier._want
+    start = HostLease.open
 
-    def faulty(self: HostTier, lease, here):
-        want(self, lease, here)
-        self._pool.end_want(lease.want)
+    def faulty(self: HostLease, *args):
+        start(self, *args)
+        self.want.end()
 
-    monkeypatch.setattr(HostTier, "_want", faulty)
+    monkeypatch.setattr(HostLease, "open", faulty)
 
 
 def drops_who_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,35 +341,32 @@ def drops_who_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def claims_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = HostTier.claim
+    claim = HostLease.claim
 
-    def faulty(self: HostTier, lease, *args):
-        self.refresh(lease)
-        return claim(self, lease, *args)
+    def faulty(self: HostLease, *args):
+        self.refresh()
+        return claim(self, *args)
 
-    monkeypatch.setattr(HostTier, "claim", faulty)
+    monkeypatch.setattr(HostLease, "claim", faulty)
 
 
 def pins_though_a_claim_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = HostTier.claim
+    claim = HostLease.claim
 
-    def faulty(self: HostTier, lease, *args):
-        claimed = claim(self, lease, *args)
-        if not claimed and lease in self._leases:
-            claim(self, lease, *args)
-        return claimed
+    def faulty(self: HostLease, *args):
+        return claim(self, *args) or (claim(self, *args) and False)
 
-    monkeypatch.setattr(HostTier, "claim", faulty)
+    monkeypatch.setattr(HostLease, "claim", faulty)
 
 
 def wants_what_its_lease_wanted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostTier, "_end_want", lambda self, lease: setattr(lease, "want", None))
+    monkeypatch.setattr(HostLease, "_end_want", lambda self: setattr(self, "want", None))
 
 
 def wants_what_comes_into_a_slot_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, slots):
         for slot in slots:
-            self._losses.at[slot] += 1
+            self.losses[slot] += 1
 
     monkeypatch.setattr(WantedLast, "lost", faulty)
 
@@ -427,14 +425,14 @@ def takes_the_last_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lets_a_transfer_go_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_lease = HostTier.take_lease
+    take = HostLease.take
 
-    def faulty(self: HostTier, lease):
-        kept = take_lease(self, lease)
-        self.keep(lease, *(kept or ()))
+    def faulty(self: HostLease):
+        kept = take(self)
+        self.keep(kept or ())
         return kept
 
-    monkeypatch.setattr(HostTier, "take_lease", faulty)
+    monkeypatch.setattr(HostLease, "take", faulty)
 
 
 def never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,13 +440,13 @@ def never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loses_private_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    end_handles = HostTier._end_handles
-    kept = staticmethod(
-        lambda handles, fence=None: end_handles(
-            [one for one in handles if not isinstance(one, Reservation)], fence
-        )
-    )
-    monkeypatch.setattr(HostTier, "_end_handles", kept)
+    end = HostLease.end
+
+    def faulty(self: HostLease):
+        self._handles = [one for one in self._handles if not isinstance(one, Reservation)]
+        end(self)
+
+    monkeypatch.setattr(HostLease, "end", faulty)
 
 
 FAULTS = [

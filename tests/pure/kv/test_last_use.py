@@ -6,17 +6,17 @@ from __future__ import annotations
 import pytest
 
 from penstock.kv.blocks.pool import LastUse
-from penstock.kv.blocks.slots import FEW, as_run
+from penstock.kv.blocks.slots import as_run
 from tests.pure.kv.kv_fakes import FakeLane
 
-SIZES = pytest.mark.parametrize("num", [1, FEW, FEW + 1, 3 * FEW])
+SIZES = pytest.mark.parametrize("num", [1, 40])
 
 
 @SIZES
 def test_an_older_fence_that_comes_later_hides_none_that_came_before(num: int) -> None:
     """A table that rested is given back with the fence of a step long ago, after others have used its shared
     slots."""
-    lane, last_use, slots = FakeLane("compute"), LastUse(4 * FEW), as_run(range(num))
+    lane, last_use, slots = FakeLane("compute"), LastUse(128), as_run(range(num))
     first, second, third = (lane.record() for _ in range(3))
     for fence in (first, second, third, second, first):
         last_use.note(slots, fence)
@@ -30,7 +30,7 @@ def test_an_older_fence_that_comes_later_hides_none_that_came_before(num: int) -
 @SIZES
 def test_slots_carry_their_own_fences_and_those_of_no_others(num: int) -> None:
     lanes = FakeLane("compute"), FakeLane("load")
-    last_use = LastUse(9 * FEW)
+    last_use = LastUse(128)
     mine, others = as_run(range(num)), as_run(range(num, 2 * num))
     early, load, late = lanes[0].record(), lanes[1].record(), lanes[0].record()
     last_use.note(mine, early)
@@ -48,7 +48,7 @@ def test_what_is_over_or_was_never_used_is_not_kept() -> None:
     lane, last_use = FakeLane("compute"), LastUse(8)
     over = lane.record()
     lane.pass_all()
-    last_use.note([1, 2], over)
-    last_use.note([1, 2], None)
-    last_use.note([], lane.record())
-    assert last_use.after([1, 2]) == ()
+    last_use.note(as_run([1, 2]), over)
+    last_use.note(as_run([1, 2]), None)
+    last_use.note(as_run([]), lane.record())
+    assert last_use.after(as_run([1, 2])) == ()

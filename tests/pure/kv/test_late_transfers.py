@@ -17,14 +17,14 @@ def test_a_save_has_as_long_as_a_load_and_never_so_long_that_the_device_fills_up
     load_s: float,
 ) -> None:
     rig = Rig()
-    rig.saves.limits = replace(rig.saves.limits, load_deadline_s=load_s)
+    rig.set_limits(replace(rig.saves.limits, load_deadline_s=load_s))
     one, other = rig.computed(KEYS[:1]), rig.computed(KEYS[1:3])
     rig.saves.offer(one, 0, KEYS[:1], None)
     rig.saves.submit()
     lease = rig.saves.retract(other, 2, KEYS[1:3], 2 * BLOCK, None)
     assert lease is not None
     for transfer in rig.saves.mover.flying:
-        assert transfer.deadline_s - transfer.submitted_s <= min(load_s, saves._PATIENCE_S)
+        assert transfer.deadline_s - transfer.times.submitted_s <= min(load_s, saves._PATIENCE_S)
     one.end()
     other.end()
     rig.land()

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.kv import transfer as mover
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers import loads, saves
+from penstock.kv.tiers import loads, reads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
 from penstock.testing.stores import HandClock
@@ -24,7 +24,7 @@ FIRST, SECOND = list(range(8)), list(range(100, 108))  # two blocks each
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     clock = HandClock()
-    for module in (mover, loads, saves):
+    for module in (mover, loads, reads, saves):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
@@ -64,7 +64,7 @@ def test_a_promotion_is_measured_by_its_bytes_and_its_time(clock: HandClock) -> 
     rig = Timed(clock)
     rig.begin(FIRST)
     rig.over(4.0)
-    assert rig.loads.link.bytes_per_s == TWO / 4.0
+    assert rig.loads.costs.link.bytes_per_s == TWO / 4.0
     rig.end()
 
 
@@ -75,7 +75,7 @@ def test_a_part_of_a_context_that_is_fetched_says_nothing_about_the_link(clock: 
     assert table.page_out(2, None) == 2
     (fetched,) = table.fetch([0], 2)
     rig.over(2.0)
-    assert fetched.settled and rig.loads.link.bytes_per_s is None
+    assert fetched.settled and rig.loads.costs.link.bytes_per_s is None
     table.release(None)
     rig.end()
 
@@ -87,7 +87,7 @@ def test_one_that_waited_behind_another_is_measured_from_the_end_of_that(clock: 
     rig.over(4.0)
     rig.over(1.0)
     assert rig.cache.num_in_flight == 0
-    assert rig.loads.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
+    assert rig.loads.costs.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
     rig.end()
 
 
@@ -98,7 +98,7 @@ def test_one_that_came_after_a_pause_is_measured_from_its_own_submit(clock: Hand
     clock.advance(10.0)
     rig.begin(SECOND)
     rig.over(1.0)
-    assert rig.loads.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
+    assert rig.loads.costs.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
     rig.end()
 
 
@@ -110,7 +110,7 @@ def test_an_end_that_nobody_saw_in_time_says_nothing_about_the_link(
     rig.begin(FIRST)
     rig.over(4.0, unseen_s)
     assert rig.cache.num_in_flight == 0
-    assert rig.loads.link.bytes_per_s == (TWO / 4.0 if counts else None)
+    assert rig.loads.costs.link.bytes_per_s == (TWO / 4.0 if counts else None)
     rig.end()
 
 
@@ -121,7 +121,7 @@ def test_one_that_fails_says_nothing_about_the_link_and_is_counted_as_a_failure(
     rig.load_copier.fail_next = 1
     rig.over(4.0)
     traffic = rig.cache.stats().traffic
-    assert before is not None and traffic is not None and rig.loads.link.bytes_per_s is None
+    assert before is not None and traffic is not None and rig.loads.costs.link.bytes_per_s is None
     assert (
         traffic.failures == {("host", "copy"): 1}
         and traffic.bytes == before.bytes
@@ -134,8 +134,8 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
     """A slow link is hoped to have become faster: one request finds out, and the others go on computing
     meanwhile."""
     rig = Timed(clock)
-    rig.loads.prefill.add(BLOCK, 0.0, 1.0)
-    rig.loads.link.add(TWO, 2.0 * 2)  # twice as long as computing
+    rig.loads.costs.prefill.add(BLOCK, 0.0, 1.0)
+    rig.loads.costs.link.add(TWO, 2.0 * 2)  # twice as long as computing
     keys = rig.prefix(SECOND).keys
     lease = rig.cache.lease("other", rig.prefix(SECOND))
     assert rig.cache.match(keys, lease).num_colder == 0
@@ -144,7 +144,7 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
     rig.begin(FIRST)
     assert rig.cache.match(keys, lease).num_colder == 0, "somebody is finding out"
     rig.over(1.0)
-    assert rig.loads.link.bytes_per_s == TWO / 1.0, "what he met replaces what was known"
+    assert rig.loads.costs.link.bytes_per_s == TWO / 1.0, "what he met replaces what was known"
     assert rig.cache.match(keys, lease).num_colder == 2
     assert lease is not None
     lease.end()

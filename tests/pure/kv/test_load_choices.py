@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.contract import Match
-from penstock.kv.tiers import loads
+from penstock.kv.tiers import reads
 from penstock.kv.tiers.host import HostLease
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, Rig
@@ -62,8 +62,8 @@ def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_fa
     limits = rig.saves.limits
     measured(rig)
     assert limits.load_always and not rig.saves.limits.load_always
-    for chosen, expected in ((rig.saves.limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, loads._PATIENCE_S)):
-        rig.saves.limits = chosen
+    for chosen, expected in ((rig.saves.limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, reads.PATIENCE_S)):
+        rig.set_limits(chosen)
         lease = rig.cache.lease("request", rig.prefix(1))
         assert isinstance(lease, HostLease)
         assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(expected)
@@ -80,9 +80,9 @@ def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(nu
     rig.idle(KEYS[:4])
     tables = [rig.table(KEYS[first : first + 2]) for first in (0, 2)]
     rig.alone(KEYS[10:14])
-    assert rig.host.num_keys == 4 and rig.pool.num_free == 0
+    assert rig.host.pool.num_keys == 4 and rig.pool.num_free == 0
     assert not rig.cache.make_room(num_needed, 0)
-    assert rig.host.num_keys == 4 - num_needed, "what is not needed stays where it is"
+    assert rig.host.pool.num_keys == 4 - num_needed, "what is not needed stays where it is"
     rig.land()
     assert rig.pool.num_free == num_needed and rig.cache.make_room(num_needed, 0)
     assert len(rig.everywhere()) == 8, "nothing was lost"
@@ -101,9 +101,13 @@ def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bo
     hold.end()
     assert not rig.cache.make_room(3, 0)
     rig.land()
-    moved = [(key, depth) for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True) if rig.host.has(key)]
+    moved = [
+        (key, depth)
+        for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True)
+        if rig.host.has_each([key])[0]
+    ]
     assert len(moved) == 3
-    assert rig.host._pool.depths_of(rig.host.find_each([key for key, _ in moved])) == [
+    assert rig.host.pool.depths[rig.host.pool.find_each([key for key, _ in moved])].tolist() == [
         depth for _, depth in moved
     ]
     rig.close()

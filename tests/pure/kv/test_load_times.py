@@ -19,17 +19,17 @@ LOAD_S = 0.7 * COMPUTE_S
 
 def measured(rig: Rig) -> None:
     """A token at depth d takes 1 + d milliseconds, and nothing is loaded unasked."""
-    rig.saves.limits = replace(rig.saves.limits, load_always=False)
+    rig.set_limits(replace(rig.saves.limits, load_always=False))
     for depth in (0, 100):
-        rig.loads.prefill.add(BLOCK, depth, BLOCK * 1e-3 * (1 + depth))
-    assert rig.loads.prefill.seconds(FOUR * BLOCK, FOUR / 2 * BLOCK) == pytest.approx(COMPUTE_S)
+        rig.loads.costs.prefill.add(BLOCK, depth, BLOCK * 1e-3 * (1 + depth))
+    assert rig.loads.costs.prefill.seconds(FOUR * BLOCK, FOUR / 2 * BLOCK) == pytest.approx(COMPUTE_S)
 
 
 def test_a_load_is_weighed_against_tokens_as_deep_as_they_lie() -> None:
     rig = Rig()
     rig.save(KEYS[:FOUR]).end()
     measured(rig)
-    rig.loads.link.add(FOUR * LAYOUT.block_bytes, LOAD_S)
+    rig.loads.costs.link.add(FOUR * LAYOUT.block_bytes, LOAD_S)
     lease = leased(rig, KEYS[:FOUR])
     assert rig.loads.worth(lease, 0) == FOUR
     lease.end()

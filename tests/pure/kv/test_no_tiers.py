@@ -79,7 +79,7 @@ def test_room_is_there_and_no_want_is_dropped_for_it(cache: KvCache) -> None:
     want = cache.want(prefix_of(cache).keys, 1.0)
     assert want is not None and cache.make_room(4, 0, 2)
     cache.free_up(4)
-    assert cache._pool.protects(want) and cache.num_free == 0 and cache._pool.counts.idle == 4
+    assert want.protects and cache.num_free == 0 and cache._pool.counts.idle == 4
     want.end()
     cache.close()
 

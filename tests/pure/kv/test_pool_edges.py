@@ -1,6 +1,5 @@
 """The pool at its edges: slots that it does not have, blocks that are forgotten though somebody wants them,
-and what it names as the next to go when everything is wanted. Short runs are lists and long ones arrays, so
-each is looked at both ways."""
+and what it names as the next to go when everything is wanted."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ import pytest
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import FEW, Run, as_run
+from penstock.kv.blocks.slots import Run, as_run
 from tests.pure.kv.kv_fakes import FakeLane
 
-NUM = [2, FEW + 3]  # slots of a run
+NUM = [2, 35]  # slots of a run
 
 
 def keys(num: int, first: int = 0) -> list[bytes]:
@@ -80,14 +79,16 @@ def test_when_everything_is_wanted_the_next_to_go_are_those_of_the_greatest_rank
     ranks = {0: 1.0, num: 9.0, 2 * num: 5.0}
     slots = {first: idle(pool, num, first) for first in ranks}
     wants = [pool.want(slots[first], rank) for first, rank in ranks.items()]
-    named = pool.coldest_slots(num)
-    assert sorted(named) == sorted(np.asarray(slots[num]).tolist()) and [
-        pool.protects(want) for want in wants
-    ] == [True, False, True]
+    named = pool.coldest(num, drops_wants=True)
+    assert sorted(named) == sorted(np.asarray(slots[num]).tolist()) and [want.protects for want in wants] == [
+        True,
+        False,
+        True,
+    ]
     assert pool.evict(num) == num and not len(pool.find(keys(num, num)))
     assert len(pool.find(keys(num, 0))) == len(pool.find(keys(num, 2 * num))) == num
     for want in wants:
-        pool.end_want(want)
+        want.end()
     pool.check()
     pool.close()
 
@@ -96,13 +97,13 @@ def test_blocks_that_somebody_wants_are_named_behind_all_others_and_none_is_left
     pool = BlockPool(6, "device")
     first, second = idle(pool, 3, 0), idle(pool, 3, 3)
     want = pool.want(first, 1.0)
-    assert pool.coldest(3) == [pool.keys_of([slot])[0] for slot in reversed(np.asarray(second).tolist())]
-    assert sorted(pool.coldest(100)) == keys(6) and set(pool.coldest(6)[3:]) == set(keys(3))
-    pool.end_want(want)
+    assert pool.coldest(3) == second[::-1].tolist()
+    assert sorted(pool.coldest(100)) == list(range(6)) and set(pool.coldest(6)[3:]) == set(first.tolist())
+    want.end()
     pool.close()
 
 
-@pytest.mark.parametrize("way", ["evict_these", "forget", "forget_idle", "evict"])
+@pytest.mark.parametrize("way", ["evict_these", "forget", "evict"])
 @pytest.mark.parametrize("num", NUM)
 def test_what_comes_into_the_slot_of_a_wanted_block_that_went_is_not_wanted(way: str, num: int) -> None:
     """However it went, its want has lost it, and its key is told as gone."""
@@ -113,14 +114,12 @@ def test_what_comes_into_the_slot_of_a_wanted_block_that_went_is_not_wanted(way:
     assert pool.num_unwanted == 0
     if way == "evict":
         assert pool.evict(num) == num
-    elif way == "forget_idle":
-        assert pool.forget_idle(slots, num) == num
     else:
         assert getattr(pool, way)(slots) == num
-    assert sorted(pool.gone) == keys(num) and pool.gone_of(want).all() and not pool.protects(want)
+    assert sorted(pool.gone) == keys(num) and want.gone.all() and not want.protects
     idle(pool, num, 100)
     assert pool.num_unwanted == num, "nobody has asked for these"
-    pool.end_want(want)
+    want.end()
     assert pool.num_unwanted == num
     pool.check()
     pool.close()
@@ -159,11 +158,11 @@ def test_a_reservation_is_split_into_two_parts_that_both_have_slots(num: int) ->
 def test_the_fence_of_a_pin_that_ends_under_its_hold_reaches_the_next_owner(num: int) -> None:
     pool, lane = BlockPool(num, "device"), FakeLane("copy")
     hold = sealed(pool, num)
-    pin = pool.pin_run(hold, 0, num, "transfer")
+    pin = pool.pin(hold.run, "transfer")
     fence = lane.record()
     pin.end(fence)  # type: ignore[arg-type]
     hold.end()
-    assert pool.last_use(as_run(list(range(num)))) == (fence,)
+    assert pool.last_use.after(as_run(range(num))) == (fence,)
     pool.evict(num)
     reservation = pool.try_reserve(num, "next")
     assert reservation is not None and reservation.after == (fence,)

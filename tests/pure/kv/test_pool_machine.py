@@ -23,11 +23,10 @@ from hypothesis.stateful import (
 
 from penstock.config import EVICTIONS
 from penstock.errors import HandleEnded, IllegalTransition, PenstockError
-from penstock.kv.blocks import slots
 from penstock.kv.blocks.eviction import LruOrder, make_order
-from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, KeyIndex, LastUse
-from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
+from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState, as_run
 from tests.pure.kv.kv_fakes import FakeFence, FakeLane, Heard
 
 NUM_SLOTS = 6
@@ -76,7 +75,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.reservations: list[Reservation] = []
         self.holds: list[Hold] = []
         self.pins: list[Pin] = []
-        self.runs: list[tuple[RunPin, Hold, list[int]]] = []  # pins of runs, their holds and slots
         self.num_evicted = 0
         self.num_forgotten = 0  # otherwise than by eviction
         self.num_duplicates = 0
@@ -103,9 +101,6 @@ class PoolMachine(RuleBasedStateMachine):
         return sorted(self.free, key=lambda slot: slot not in self.used)
 
     def model_end(self, handle: Handle, slots: list[int], fence: FakeFence | None) -> None:
-        for run, _, pinned in [entry for entry in self.runs if entry[1] is handle]:
-            for slot in pinned:
-                self.slots[slot].pins.append(run)
         for slot in slots:
             naive = self.slots[slot]
             (naive.pins if isinstance(handle, Pin) else naive.holders).remove(handle)
@@ -165,7 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
         hold = self.holds[into % len(self.holds)]
         before = list(hold.slots)
         reservation.commit(hold)
-        assert hold.first(hold.num_slots).tolist() == [*before, *reservation.slots]
+        assert list(hold.slots) == [*before, *reservation.slots]
         for slot in reservation.slots:
             self.slots[slot].holders = [hold]
 
@@ -186,7 +181,9 @@ class PoolMachine(RuleBasedStateMachine):
             expected.append(slot)
         found = self.pool.find(keys)
         assert list(found) == expected
-        assert self.pool.num_idle_of(found) == len([slot for slot in expected if slot in self.idle])
+        assert len(self.pool.book.those_in(SlotState.IDLE, found)) == len(
+            [s for s in expected if s in self.idle]
+        )
         hold = self.pool.hold("sharer", found)
         for slot in expected:
             self.slots[slot].holders.append(hold)
@@ -238,29 +235,14 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(IllegalTransition):
             self.pool.pin([*(slot for slot in others if slot != free), free], "pinner")
 
-    @precondition(lambda self: any(hold.num_slots for hold in self.holds))
-    @rule(which=index, first=index, num=st.integers(0, 3))
-    def pin_run(self, which: int, first: int, num: int) -> None:
-        some = [hold for hold in self.holds if hold.num_slots]
+    @precondition(lambda self: any(len(hold.slots) for hold in self.holds))
+    @rule(which=index, num=st.integers(0, 3), at=when)
+    def drop_first(self, which: int, num: int, at: tuple[str | None, int]) -> None:
+        some = [hold for hold in self.holds if len(hold.slots)]
         hold = some[which % len(some)]
-        first %= hold.num_slots
-        num = min(num, hold.num_slots - first)
-        self.runs.append(
-            (self.pool.pin_run(hold, first, num, "runner"), hold, list(hold.slots)[first : first + num])
-        )
-
-    @precondition(lambda self: self.runs)
-    @rule(which=index, at=when)
-    def unpin_run(self, which: int, at: tuple[str | None, int]) -> None:
-        pin, hold, slots = self.runs.pop(which % len(self.runs))
-        assert list(pin.slots) == slots and pin.hold.ended == hold.ended
-        if pin.hold.ended:
-            self.end(pin, at)
-            return
-        pin.end(self.fence(at))
-        fence = self.fence(at)
-        for slot in slots:
-            self.slots[slot].fences += [fence] if fence is not None else []
+        slots = list(hold.slots)[:num]
+        hold.drop_first(len(slots), self.fence(at))
+        self.model_end(hold, slots, self.fence(at))
 
     @precondition(lambda self: self.pins)
     @rule(which=index, at=when)
@@ -318,22 +300,22 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree_with_the_model(self) -> None:
         self.pool.check()
-        assert list(self.pool._book.state.at) == [naive.state for naive in self.slots]
-        assert list(self.pool._book.holds.at) == [len(naive.holders) for naive in self.slots]
-        assert list(self.pool._book.pins.at) == [len(naive.pins) for naive in self.slots]
+        assert self.pool.book.state.tolist() == [naive.state for naive in self.slots]
+        assert self.pool.book.holds.tolist() == [len(naive.holders) for naive in self.slots]
+        assert self.pool.book.pins.tolist() == [len(naive.pins) for naive in self.slots]
 
     @invariant()
     def keys_are_where_the_model_has_them(self) -> None:
         keys = [naive.key for naive in self.slots if naive.key is not None]
         assert len(set(keys)) == len(keys) == self.pool.num_keys
         assert self.pool.keys() == keys
-        assert set(self.pool.coldest(NUM_SLOTS)) == {self.slots[slot].key for slot in self.idle}
+        assert set(self.pool.coldest(NUM_SLOTS)) == set(self.idle)
         for key in KEYS:
             slot = self.slot_of(key)
             assert list(self.pool.find([key])) == ([] if slot is None else [slot])
 
     def teardown(self) -> None:
-        for handle in [*self.holds, *self.pins, *(run for run, _, _ in self.runs)]:
+        for handle in [*self.holds, *self.pins]:
             handle.end()
         for reservation in self.reservations:
             reservation.rollback()
@@ -358,13 +340,6 @@ def test_the_pool_is_right_whatever_its_policy_of_eviction(name):
     machine = type(f"{name}_machine", (AnyOrderMachine,), {"policy": name})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
-    )
-
-
-def test_the_pool_is_right_where_every_run_is_an_array(monkeypatch):
-    monkeypatch.setattr(slots, "FEW", 0)
-    run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
 
 
@@ -413,7 +388,7 @@ def forgets_to_count_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: SlotBook, slots, event, new, owner):
         move(self, slots, event, new, owner)
         if event is SlotEvent.SHARE:
-            self.holds.add(slots, -1)
+            self.holds[slots] -= 1
 
     monkeypatch.setattr(SlotBook, "move", faulty)
 
@@ -435,7 +410,7 @@ def publishes_a_duplicate_over_the_living(monkeypatch: pytest.MonkeyPatch) -> No
         for slot, key in zip(slots, keys, strict=True):
             self.slot_of[key] = slot
             self.key_of[slot] = key
-        return list(slots)
+        return list(range(len(slots)))
 
     monkeypatch.setattr(KeyIndex, "add", faulty)
 
@@ -453,7 +428,7 @@ def forgets_the_key_of_an_evicted_block_only_halfway(monkeypatch: pytest.MonkeyP
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: LruOrder, num):
         newest = list(self)[-num:]
-        self.remove(newest)
+        self.remove(as_run(newest))
         return newest
 
     monkeypatch.setattr(LruOrder, "pop", faulty)
@@ -468,23 +443,12 @@ def leaves_a_pinned_block_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
     pin = BlockPool.pin
 
     def faulty(self: BlockPool, slots, owner):
-        was_idle = self._book.those_in(SlotState.IDLE, slots)
+        was_idle = self.book.those_in(SlotState.IDLE, as_run(slots))
         handle = pin(self, slots, owner)
-        self._idle.add(was_idle)
+        self.idle.add(was_idle)
         return handle
 
     monkeypatch.setattr(BlockPool, "pin", faulty)
-
-
-def forgets_a_run_when_its_hold_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_back = BlockPool.take_back
-
-    def faulty(self: BlockPool, handle, fence):
-        if isinstance(handle, Hold):
-            handle.run_pins.clear()
-        take_back(self, handle, fence)
-
-    monkeypatch.setattr(BlockPool, "take_back", faulty)
 
 
 def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +458,7 @@ def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
 def lets_a_handle_end_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: Handle, fence=None):
         if not self.ended:
-            self._lender.take_back(self, fence)
+            self._pool.take_back(self, fence)
         self.ended = True
 
     monkeypatch.setattr(Handle, "end", faulty)
@@ -511,16 +475,13 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     evicts_the_newest,
     evicts_a_prefix_before_its_continuation,
     leaves_a_pinned_block_evictable,
-    forgets_a_run_when_its_hold_ends,
     drops_the_fence,
     lets_a_handle_end_twice,
 ]
 
 
-@pytest.mark.parametrize("few", [slots.FEW, 0], ids=["lists", "arrays"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_model_notices_a_pool_that(fault, few, monkeypatch):
-    monkeypatch.setattr(slots, "FEW", few)
+def test_the_model_notices_a_pool_that(fault, monkeypatch):
     fault(monkeypatch)
     quick = settings(
         max_examples=200,

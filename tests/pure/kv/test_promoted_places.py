@@ -33,7 +33,7 @@ def numbered(world: WatchedWorld, num_blocks: int) -> tuple[BlockTable, Prefix, 
 
 def found(world: WatchedWorld, prefix: Prefix) -> list[object]:
     """What the device has under the keys of `prefix`, block by block."""
-    cells = [set(world.device[slot]) for slot in world.cache.saves.pool.find(prefix.keys)]
+    cells = [set(world.device[slot]) for slot in world.cache.saves._pool.find(prefix.keys)]
     return [cell.pop() if len(cell) == 1 else cell for cell in cells]
 
 
@@ -76,7 +76,7 @@ def a_tail_that_was_saved_half_full(sequencer: Sequencer) -> None:
     load = table.promote(lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     world.settle(load)
-    assert len(world.cache.saves.pool.find(prefix.keys)) == 1
+    assert len(world.cache.saves._pool.find(prefix.keys)) == 1
     world.finish(table, world.write(table.hold.slots[1:], "full"))
     world.close()
 

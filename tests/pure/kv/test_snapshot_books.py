@@ -125,7 +125,7 @@ class Machine:
 
     def close(self) -> None:
         self.registry.close(30.0)
-        assert self.num_pinned == 0 and not self.rig.host.slots.pinned
+        assert self.num_pinned == 0 and not self.rig.host.pool.counts.pinned
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ import pytest
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.blocks.key import Scope
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, LastUse
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import BlockLoad, Loads
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Save, Saves
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.testing.sequencer import Failure, Program, SequencedLane, Sequencer, explore, run
 
@@ -61,10 +62,11 @@ class World:
             ("device", "host"), ListCopier(self.device, self.host), lane("save"), launcher("launch-save")
         )
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self.loads = Loads(
-            Saves(pool, tier, (), save, layout, TierLimits(overlap_tokens=0, load_deadline_s=1e9)), load
-        )
-        self.cache = KvCache(pool, SCOPE, loads=self.loads)
+        limits = TierLimits(overlap_tokens=0, load_deadline_s=1e9)
+        tiers = Tiers.of(pool, tier, (), (load, save), layout, limits)
+        self.tiers = tiers
+        self.loads = tiers.loads
+        self.cache = KvCache(pool, SCOPE, tiers=tiers)
 
     def tokens(self, name: str, num_blocks: int) -> list[int]:
         return [ord(name)] * (BLOCK * num_blocks)
@@ -147,7 +149,7 @@ class World:
         self.cache.saves._offers.clear()
 
     def in_host(self, name: str, num_blocks: int) -> list[object]:
-        slots = self.cache.saves.host._pool.find_each(self.prefix(name, num_blocks).keys)
+        slots = self.cache.saves._host.pool.find_each(self.prefix(name, num_blocks).keys)
         return [cell for slot in slots if slot >= 0 for cell in self.host[slot]]
 
     def finish(self, table: BlockTable, fence: Fence) -> None:
@@ -313,26 +315,28 @@ def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     """Of slots that somebody flushes; at the end of a program everything is waited for."""
     touches = Transfer.touches
     monkeypatch.setattr(
-        Transfer, "touches", lambda self, slots: touches(self, slots) and (slots is None or self._launched)
+        Transfer,
+        "touches",
+        lambda self, slots: touches(self, slots) and (slots is None or self.arrivals is not None),
     )
 
 
 def a_move_that_knows_no_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "last_use", lambda self, slots: ())
+    monkeypatch.setattr(LastUse, "after", lambda self, slots: ())
 
 
 def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = Saves._move
+    move = Saves._save_slots
 
-    def faulty(self: Saves, slots: Sequence[int]) -> None:
-        move(self, slots)
+    def faulty(self: Saves, slots: Sequence[int], *args: object, **named: bool) -> None:
+        move(self, slots, *args, **named)  # type: ignore[arg-type]
         transfer = self.mover.flying[-1]
         for pin in transfer.pins:
             pin.end()
         assert isinstance(transfer, Save)
         transfer.pins, transfer.moves, self._num_moving = [], False, 0
 
-    monkeypatch.setattr(Saves, "_move", faulty)
+    monkeypatch.setattr(Saves, "_save_slots", faulty)
 
 
 PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {

@@ -3,6 +3,7 @@ legal calls; and faults that this must notice."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +15,8 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
-from penstock.kv.blocks import slots as slots_module
 from penstock.kv.blocks.eviction import PoolWant, WantedLast, make_order
+from penstock.kv.blocks.slots import as_run
 from tests.pure.kv.eviction_models import MODELS
 from tests.pure.kv.test_eviction_machine import BLOCK_TOKENS, NUM_SLOTS, OrderMachine, picks
 
@@ -111,7 +112,9 @@ class WantedMachine(OrderMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.order: Told = Told(make_order(self.policy, NUM_SLOTS, BLOCK_TOKENS), NUM_SLOTS)
+        self.order: Told = Told(
+            make_order(self.policy, NUM_SLOTS, BLOCK_TOKENS), NUM_SLOTS, threading.RLock()
+        )
         self.model: WantedModel = WantedModel(self.policy)
         self.wants: list[tuple[PoolWant, WantModel]] = []
         self.num_ranks = 0
@@ -126,7 +129,7 @@ class WantedMachine(OrderMachine):
         idle = [slot for slot in slots if slot in self.idle]
         self.wants.append(
             (
-                self.order.want(slots_module.as_run(slots), slots_module.as_run(idle), rank),
+                self.order.want(as_run(slots), as_run(idle), rank),
                 self.model.want(slots, rank),
             )
         )
@@ -152,7 +155,7 @@ class WantedMachine(OrderMachine):
         idle = sorted(self.idle)
         slots = [idle[place] for place in places if place < len(idle)]
         for order in (self.order, self.model):
-            order.remove(slots)
+            order.remove(as_run(slots))
             order.lost(slots)
         self.idle.difference_update(slots)
         self.free += slots
@@ -165,16 +168,16 @@ class WantedMachine(OrderMachine):
         assert (len(order.others), len(order.wants)) == (len(model.rest), len(model.wants))
         assert list(order)[len(model.rest) :] == sorted(model.aside), "those that nobody wants come first"
         for want, expected in self.wants:
-            assert (want in order) == any(one is expected for one in model.wants)
-            if want in order:
-                assert order.gone(want).tolist() == [slot in expected.gone for slot in expected.slots]
+            assert (want in order.wants) == any(one is expected for one in model.wants)
+            if want in order.wants:
+                assert want.gone.tolist() == [slot in expected.gone for slot in expected.slots]
 
     def teardown(self) -> None:
         for want, model in self.wants[::2]:
             self.order.end(want)
             self.model.end(model)
         super().teardown()
-        assert not self.order._num_wants.array[
+        assert not self.order._num_wants[
             [slot for slot in range(NUM_SLOTS) if not self.model.is_wanted(slot)]
         ].any()
 
@@ -187,18 +190,6 @@ def machine_of(name: str) -> type[WantedMachine]:
 def test_what_is_wanted_goes_last_over(name: str) -> None:
     run_state_machine_as_test(
         machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
-
-
-def test_runs_may_be_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots_module, "FEW", 0)
-    for method in ("add", "remove"):
-        honest = getattr(WantedLast, method)
-        monkeypatch.setattr(
-            WantedLast, method, lambda self, slots, honest=honest: honest(self, np.array(slots, np.intp))
-        )
-    run_state_machine_as_test(
-        machine_of("lru"), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
 
 
@@ -226,7 +217,7 @@ def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: WantedLast, want: PoolWant) -> None:
         if want in self.wants:
-            self._num_wants.array[want.slots] = np.minimum(self._num_wants.array[want.slots], 1)
+            self._num_wants[want.slots] = np.minimum(self._num_wants[want.slots], 1)
         end(self, want)
 
     monkeypatch.setattr(WantedLast, "end", faulty)

@@ -27,14 +27,14 @@ def test_what_is_wanted_is_evicted_after_all_others_and_then_by_rank() -> None:
     put(pool, KEYS[:2])
     put(pool, KEYS[10:12])
     put(pool, KEYS[20:22])
-    late, soon = pool.want_found(KEYS[:2], 2.0), pool.want_found(KEYS[10:12], 1.0)
+    late, soon = pool.want(pool.find(KEYS[:2]), 2.0), pool.want(pool.find(KEYS[10:12]), 1.0)
     assert (pool.num_unwanted, pool.num_available) == (2, 6)
     assert pool.evict(2) == 2 and pool.find_each(KEYS[20:22]) == [-1, -1]
     assert pool.evict(1) == 1 and len(pool.find(KEYS[:2])) == 1, "the deepest of the one that comes last"
-    assert not pool.protects(late) and pool.protects(soon) and pool.gone_of(late).tolist() == [False, True]
-    assert pool.evict(6) == 3 and pool.gone_of(soon).all()
+    assert not late.protects and soon.protects and late.gone.tolist() == [False, True]
+    assert pool.evict(6) == 3 and soon.gone.all()
     for want in (late, soon, soon):
-        pool.end_want(want)
+        want.end()
     assert pool.num_unwanted == 6
     pool.check()
     pool.close()
@@ -44,12 +44,12 @@ def test_a_want_of_blocks_in_use_is_not_dropped_for_what_it_cannot_give() -> Non
     pool = BlockPool(4, "device")
     slots = put(pool, KEYS[:2])
     hold = pool.hold("runs", slots)
-    want = pool.want_found(KEYS[:2], 9.0)
+    want = pool.want(pool.find(KEYS[:2]), 9.0)
     put(pool, KEYS[10:12])
-    assert pool.evict(4) == 2 and pool.protects(want)
+    assert pool.evict(4) == 2 and want.protects
     hold.end()
     assert (pool.num_unwanted, pool.num_available) == (2, 4)
-    pool.end_want(want)
+    want.end()
 
 
 def test_a_block_that_two_want_is_wanted_until_both_have_ended() -> None:
@@ -57,21 +57,23 @@ def test_a_block_that_two_want_is_wanted_until_both_have_ended() -> None:
     put(pool, KEYS[:2])
     put(pool, KEYS[10:12])
     for first_ends in (True, False):
-        wants = [pool.want_found(KEYS[:2], 1.0), pool.want_found(KEYS[:2], 2.0)]
-        pool.end_want(wants.pop(0 if first_ends else 1))
-        assert pool.num_unwanted == 2 and pool.coldest_slots(2) == pool.find_each(KEYS[10:12])[::-1]
-        pool.end_want(wants.pop())
+        wants = [pool.want(pool.find(KEYS[:2]), 1.0), pool.want(pool.find(KEYS[:2]), 2.0)]
+        wants.pop(0 if first_ends else 1).end()
+        assert (
+            pool.num_unwanted == 2 and pool.coldest(2, drops_wants=True) == pool.find_each(KEYS[10:12])[::-1]
+        )
+        wants.pop().end()
         assert pool.num_unwanted == 4
 
 
 def test_nobody_wants_what_comes_into_a_slot_next() -> None:
     pool = BlockPool(2, "device")
     slots = put(pool, KEYS[:2])
-    want = pool.want_found(KEYS[:2], 1.0)
-    pool.forget_idle(slots, 2)
+    want = pool.want(pool.find(KEYS[:2]), 1.0)
+    pool.evict_these(slots, 2)
     assert sorted(put(pool, KEYS[10:12])) == sorted(slots)
-    assert pool.num_unwanted == 2 and pool.gone_of(want).all()
-    pool.end_want(want)
+    assert pool.num_unwanted == 2 and want.gone.all()
+    want.end()
     assert pool.num_unwanted == 2 and pool.evict(2) == 2
     pool.check()
 
@@ -79,11 +81,15 @@ def test_nobody_wants_what_comes_into_a_slot_next() -> None:
 def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
     pool = BlockPool(5, "device")
     rests, wanted, held, pinned = (put(pool, KEYS[i : i + 1]) for i in (0, 10, 20, 30))
-    want, hold, pin = pool.want_found(KEYS[10:11], 1.0), pool.hold("runs", held), pool.pin(pinned, "transfer")
+    want, hold, pin = (
+        pool.want(pool.find(KEYS[10:11]), 1.0),
+        pool.hold("runs", held),
+        pool.pin(pinned, "transfer"),
+    )
     assert pool.evict_these([*held, *wanted, *rests, *pinned]) == 2 and pool.num_evicted == 2
     assert pool.find_each([KEYS[0], KEYS[10], KEYS[20], KEYS[30]]) == [-1, -1, held[0], pinned[0]]
-    assert pool.gone_of(want).all() and pool.num_unwanted == 3
-    pool.end_want(want)
+    assert want.gone.all() and pool.num_unwanted == 3
+    want.end()
     hold.end()
     pin.end()
     pool.check()
@@ -92,60 +98,62 @@ def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
 def test_wanted_or_not_the_last_idle_ones_are_forgotten_and_no_more() -> None:
     pool = BlockPool(5, "device")
     slots = put(pool, KEYS[:4])
-    want, pin = pool.want_found(KEYS[:4], 1.0), pool.pin(slots[3:], "transfer")
-    assert pool.forget_idle(slots, 0) == 0 and pool.forget_idle(slots, -1) == 0
-    assert pool.forget_idle(slots, 2) == 2
+    want, pin = pool.want(pool.find(KEYS[:4]), 1.0), pool.pin(slots[3:], "transfer")
+    assert pool.evict_these(slots, 0) == 0 and pool.evict_these(slots, -1) == 0
+    assert pool.evict_these(slots, 2) == 2
     assert pool.find_each(KEYS[:4]) == [slots[0], -1, -1, slots[3]], "what a transfer uses stays"
-    assert pool.gone_of(want).tolist() == [False, True, True, False]
+    assert want.gone.tolist() == [False, True, True, False]
     pin.end()
-    assert pool.forget_idle(slots, 9) == 2
-    pool.end_want(want)
+    assert pool.evict_these(slots, 9) == 2
+    want.end()
     pool.check()
 
 
 def test_the_coldest_are_those_that_would_be_evicted() -> None:
     pool = BlockPool(6, "device")
     first, second, third = (put(pool, KEYS[i : i + 2]) for i in (0, 10, 20))
-    wants = [pool.want_found(KEYS[:2], 1.0), pool.want_found(KEYS[10:12], 2.0)]
-    assert pool.coldest_slots(2) == third[::-1] and all(map(pool.protects, wants))
-    assert pool.coldest_slots(3) == [*third[::-1], second[1]] and [pool.protects(want) for want in wants] == [
+    wants = [pool.want(pool.find(KEYS[:2]), 1.0), pool.want(pool.find(KEYS[10:12]), 2.0)]
+    assert pool.coldest(2, drops_wants=True) == third[::-1] and all(want.protects for want in wants)
+    assert pool.coldest(3, drops_wants=True) == [*third[::-1], second[1]] and [
+        want.protects for want in wants
+    ] == [
         True,
         False,
     ]
-    assert sorted(pool.coldest_slots(6)) == sorted(first + second + third)
+    assert sorted(pool.coldest(6, drops_wants=True)) == sorted(first + second + third)
     for want in wants:
-        pool.end_want(want)
+        want.end()
 
 
 def test_a_want_is_kept_where_nothing_has_changed_and_made_anew_where_something_has() -> None:
     pool = BlockPool(8, "device")
     put(pool, KEYS[:3])
-    want = pool.want_found(KEYS[:4], 1.0)
-    assert pool.want_found(KEYS[:4], 5.0, want) is want and want.rank == 5.0
+    want = pool.want(pool.find(KEYS[:4]), 1.0)
+    assert pool.want(pool.find(KEYS[:4], want), 5.0, want) is want and want.rank == 5.0
     put(pool, KEYS[3:4], depth=3)
-    more = pool.want_found(KEYS[:4], 1.0, want)
-    assert more.num_blocks == 4 and not pool.protects(want) and pool.num_unwanted == 4
-    pool.coldest_slots(8)  # somebody needed all the room, and was not admitted after all
-    assert not pool.protects(more) and pool.num_unwanted == 8
-    again = pool.want_found(KEYS[:4], 1.0, more)
-    assert pool.protects(again) and pool.num_unwanted == 4
-    pool.end_want(again)
+    more = pool.want(pool.find(KEYS[:4], want), 1.0, want)
+    assert more.num_blocks == 4 and not want.protects and pool.num_unwanted == 4
+    pool.coldest(8, drops_wants=True)  # somebody needed all the room, and was not admitted after all
+    assert not more.protects and pool.num_unwanted == 8
+    again = pool.want(pool.find(KEYS[:4], more), 1.0, more)
+    assert again.protects and pool.num_unwanted == 4
+    again.end()
     assert pool.num_unwanted == 8
 
 
 def test_a_block_that_came_back_to_another_place_is_wanted_there() -> None:
     pool = BlockPool(8, "device")
     slots = put(pool, KEYS[:3])
-    want = pool.want_found(KEYS[:3], 1.0)
-    pool.forget_idle(slots, 1)
+    want = pool.want(pool.find(KEYS[:3]), 1.0)
+    pool.evict_these(slots, 1)
     other = put(pool, KEYS[100:101])
     hold = pool.hold("runs", other)
     back = put(pool, KEYS[2:3], depth=2)
-    want = pool.want_found(KEYS[:3], 1.0, want)
-    assert want.slots.tolist() == [*slots[:2], *back] and pool.protects(want)
-    assert pool.evict(8) == 3 and pool.gone_of(want).all()
+    want = pool.want(pool.find(KEYS[:3], want), 1.0, want)
+    assert want.slots.tolist() == [*slots[:2], *back] and want.protects
+    assert pool.evict(8) == 3 and want.gone.all()
     hold.end()
-    pool.end_want(want)
+    want.end()
     pool.check()
 
 
@@ -164,30 +172,30 @@ def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch
     asked = KEYS[:3]
     with monkeypatch.context() as patch:
         patch.setattr(KeyIndex, "find", interrupted)
-        want = pool.want_found(asked, 1.0)
+        want = pool.want(pool.find(asked), 1.0)
     for i in range(600):  # so many others ask that the index forgets what it has answered
         pool.find((KEYS[i % 100 + 20],))
     assert list(pool.find(asked, want)) == mine != other
-    again = pool.want_found(asked, 1.0, want)
+    again = pool.want(pool.find(asked, want), 1.0, want)
     assert again.slots.tolist() == mine
-    pool.end_want(again)
+    again.end()
 
 
 def test_an_own_answer_serves_where_the_index_has_forgotten_it() -> None:
     pool = BlockPool(8, "device")
     put(pool, KEYS[:4])
     asked = KEYS[:6]
-    want = pool.want_found(asked, 1.0)
+    want = pool.want(pool.find(asked), 1.0)
     for i in range(600):
         pool.find((KEYS[i % 100 + 20],))
     looked_up: list[int] = []
-    slot_of = pool._index.slot_of
+    slot_of = pool.index.slot_of
 
     class Counting(dict):  # type: ignore[type-arg]
         def __getitem__(self, key: bytes) -> int:
             looked_up.append(1)
             return super().__getitem__(key)
 
-    pool._index.slot_of = Counting(slot_of)
+    pool.index.slot_of = Counting(slot_of)
     assert len(pool.find(asked, want)) == 4 and looked_up == []
-    pool.end_want(want)
+    want.end()

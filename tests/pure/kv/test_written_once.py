@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.kv.tiers import saves
+from penstock.kv.tiers import writeback
 from penstock.kv.tiers.store import Outcome
 from tests.pure.kv.stacked_rig import Stacked
 
@@ -43,7 +43,7 @@ def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(
     rig = Stacked(tier, admission="reuse")
     rig.remembered(SIX)
     counted = count_writes(rig, tier)
-    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 1)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
     # the second comes when some are written, some are on their way and some wait for their turn
     for _ in range(2):
         promoted(rig)
@@ -59,7 +59,7 @@ def test_a_persist_passes_over_what_waits_for_its_turn(monkeypatch: pytest.Monke
     rig = Stacked("ssd", admission="reuse")
     rig.remembered(SIX)
     counted = count_writes(rig, "ssd")
-    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
     promoted(rig)
     assert rig.persisted().error is None
     assert counted == dict.fromkeys(rig.keys(SIX), 1)
@@ -71,7 +71,7 @@ def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(
 ) -> None:
     rig = Stacked("ssd", admission="reuse")
     rig.remembered(SIX)
-    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 1)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
     keys = rig.keys(SIX)
     persisting = rig.cache.persist()
     assert persisting is not None

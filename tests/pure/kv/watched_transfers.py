@@ -77,7 +77,7 @@ def demote_what_the_host_has_already(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     world.bring_to_host("a", 2)
     world.bring_to_host("a", 2)
-    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS and world.cache.saves.host.counts.deduplicated == 2
+    assert world.in_host("a", 2) == ["a"] * 2 * LAYERS and world.cache.saves._host.counts.deduplicated == 2
     world.close()
 
 

@@ -43,8 +43,8 @@ class WatchedWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.cache = KvCache(self.loads.saves.pool, SCOPE, self.reuses, self.loads)
-        self.cache.saves.host._clock = lambda: self.now_s
+        self.cache = KvCache(self.cache._pool, SCOPE, self.reuses, self.tiers)
+        self.cache.host.clock = lambda: self.now_s
         self.promotions, self.demotions = (
             self._failing(mover) for mover in (self.cache.loads.mover, self.cache.saves.mover)
         )

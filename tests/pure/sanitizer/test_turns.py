@@ -110,7 +110,7 @@ def test_a_pool_whose_counts_follow_from_its_changes_balances() -> None:
 def test_a_pool_that_loses_a_slot_does_not_balance() -> None:
     sanitizer = Sanitizer()
     pool = BlockPool(8, "device", sanitizer)
-    pool._book.num_in[0] -= 1
+    pool.book.num_in[0] -= 1
     sanitizer.turns.balanced("device", pool.counts._asdict())
     (report,) = sanitizer.reports
     assert report.kind is Kind.ACCOUNTING

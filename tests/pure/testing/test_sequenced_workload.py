@@ -19,9 +19,9 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.saves import Save, Saves
+from penstock.kv.tiers.saves import Save
+from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -72,9 +72,8 @@ class Shop:
             ("device", "host"), CellCopier(self._device, host), lane("save"), launcher("launch-save")
         )
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self._cache = KvCache(
-            pool, SCOPE, loads=Loads(Saves(pool, tier, (), save, layout, TierLimits(0, 1e9)), load)
-        )
+        tiers = Tiers.of(pool, tier, (), (load, save), layout, TierLimits(0, 1e9))
+        self._cache = KvCache(pool, SCOPE, tiers=tiers)
         self.num_promoted = 0
         self.wrong: list[tuple[object, ...]] = []  # what was read where something else was computed
 

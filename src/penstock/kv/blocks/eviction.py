@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import struct
-from array import array
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.kv.blocks.slots import PerSlot, Run, as_list, as_run
+from penstock.kv.blocks.slots import Run, as_run
 
 
 class EvictionOrder(Protocol):
@@ -37,7 +36,7 @@ class EvictionOrder(Protocol):
     def __iter__(self) -> Iterator[int]:
         """Every idle slot, in the order in which they would be popped now."""
 
-    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+    def sealed(self, slots: Run, keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """`slots`, which are in use, got these keys. `depths` are the blocks' positions in their prefixes,
         from 0."""
 
@@ -54,32 +53,37 @@ class EvictionOrder(Protocol):
         """Take out `num` slots for eviction, or all if there are fewer, in order."""
 
 
-_NO_SLOTS = np.empty(0, np.intp)
-
-
 class PoolWant:
     """Implements `contract.Want`: blocks that a request will use. The want with the greatest `rank` is
     dropped first."""
 
-    __slots__ = ("_order", "found", "losses", "rank", "slots")
+    __slots__ = ("_losses", "_order", "found", "rank", "slots")
 
-    def __init__(
-        self, order: WantedLast, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, order: WantedLast, slots: Run, rank: float) -> None:
         self._order = order
+        self._losses = order.losses[slots]  # losses of these slots when it was made
         self.rank = rank
         self.slots = slots
-        # the newest answer of the pool's index at that time, most likely about these blocks
-        self.found: Any = None
-        self.losses = losses  # losses of these slots when it was made
+        self.found: Any = None  # the answer of the pool's index that gave these slots, if one did
 
     @property
     def num_blocks(self) -> int:
         return len(self.slots)
 
+    @property
+    def gone(self) -> NDArray[np.bool_]:
+        """Which of its slots have lost their block since it was made."""
+        changed: NDArray[np.bool_] = self._order.losses[self.slots] != self._losses
+        return changed
+
+    @property
+    def protects(self) -> bool:
+        """Whether it still protects all its blocks: it has neither ended nor been dropped, and none was
+        evicted."""
+        return self in self._order.wants and not self.gone.any()
+
     def end(self) -> None:
-        """Idempotent. For a pool of one thread; if several threads use it, its owner ends wants under a
-        lock."""
+        """Idempotent. For any thread."""
         self._order.end(self)
 
 
@@ -91,13 +95,14 @@ class WantedLast:
     dropped, and its blocks go like any others. The holder of a want can see which of its blocks were evicted.
     """
 
-    def __init__(self, others: EvictionOrder, num_slots: int) -> None:
+    def __init__(self, others: EvictionOrder, num_slots: int, lock: threading.RLock) -> None:
         self.others = others  # the pool reports seals and hits to it directly
-        self._num_wants = PerSlot("i", num_slots)
-        self._aside = PerSlot("B", num_slots)  # 1: idle and wanted
-        self._losses = PerSlot("q", num_slots)  # number of blocks that each slot has lost
-        self._num_aside = 0
+        self.losses = np.zeros(num_slots, np.int64)  # number of blocks that each slot has lost
         self.wants: dict[PoolWant, None] = {}
+        self._num_wants = np.zeros(num_slots, np.int32)
+        self._aside = np.zeros(num_slots, np.bool_)  # idle and wanted
+        self._num_aside = 0
+        self._lock = lock  # of the pool
 
     def __len__(self) -> int:
         return len(self.others) + self._num_aside
@@ -105,43 +110,32 @@ class WantedLast:
     def __iter__(self) -> Iterator[int]:
         """Unwanted ones first."""
         yield from self.others
-        yield from np.flatnonzero(self._aside.array).tolist()
+        yield from np.flatnonzero(self._aside).tolist()
 
     # -------------------------------------------------------------------------------------------------- wants
 
     def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
         """`slots` have blocks; the `idle` ones among them are evicted last from now on."""
-        run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
-        want = PoolWant(self, run, rank, self._losses.array[run])
+        want = PoolWant(self, slots, rank)
         self.wants[want] = None
-        self._num_wants.array[run] += 1
-        resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
-        resting = resting[self._aside.array[resting] == 0]
+        self._num_wants[slots] += 1
+        resting = idle[~self._aside[idle]]
         if resting.size:
-            self.others.remove(as_run(resting))
+            self.others.remove(resting)
             self._set_aside(resting, True)
         return want
 
     def end(self, want: PoolWant) -> None:
-        """Idempotent."""
-        if want not in self.wants:
-            return
-        del self.wants[want]
-        run = want.slots[~self.gone(want)]
-        self._num_wants.array[run] -= 1
-        resting = run[(self._num_wants.array[run] == 0) & (self._aside.array[run] != 0)]
-        if resting.size:
-            self._set_aside(resting, False)
-            self.others.add(as_run(resting[::-1]))  # the deepest goes first
-
-    def __contains__(self, want: object) -> bool:
-        """Whether it protects: it has neither ended nor been dropped."""
-        return want in self.wants
-
-    def gone(self, want: PoolWant) -> NDArray[np.bool_]:
-        """Which of its slots have lost their block since it was made."""
-        changed: NDArray[np.bool_] = self._losses.array[want.slots] != want.losses
-        return changed
+        with self._lock:
+            if want not in self.wants:
+                return
+            del self.wants[want]
+            run = want.slots[~want.gone]
+            self._num_wants[run] -= 1
+            resting = run[(self._num_wants[run] == 0) & self._aside[run]]
+            if resting.size:
+                self._set_aside(resting, False)
+                self.others.add(resting[::-1])  # the deepest goes first
 
     def expose(self, num: int) -> None:
         """Drop wants, the greatest rank first, until `num` idle slots are unwanted or no want is left."""
@@ -155,22 +149,14 @@ class WantedLast:
     # ----------------------------------------------------------------------------------------- as every order
 
     def add(self, slots: Run) -> None:
-        if not self.wants:
-            self.others.add(slots)
-            return
-        wanted, unwanted = self._num_wants.parted(slots)
-        self._set_aside(wanted, True)
-        if len(unwanted):
-            self.others.add(unwanted)
+        wanted = self._num_wants[slots] > 0
+        self._set_aside(slots[wanted], True)
+        self.others.add(slots[~wanted])
 
     def remove(self, slots: Run) -> None:
-        if not self._num_aside:
-            self.others.remove(slots)
-            return
-        aside, others = self._aside.parted(slots)
-        self._set_aside(aside, False)
-        if len(others):
-            self.others.remove(others)
+        aside = self._aside[slots]
+        self._set_aside(slots[aside], False)
+        self.others.remove(slots[~aside])
 
     def pop(self, num: int) -> list[int]:
         self.expose(num)
@@ -180,14 +166,13 @@ class WantedLast:
 
     def lost(self, slots: Sequence[int]) -> None:
         """Their blocks are gone; the next blocks in these slots are unwanted."""
-        for slot in slots:
-            self._losses.at[slot] += 1
-            self._num_wants.at[slot] = 0
+        run = as_run(slots)
+        self.losses[run] += 1
+        self._num_wants[run] = 0
 
     def _set_aside(self, slots: Run, aside: bool) -> None:
-        if len(slots):
-            self._aside.array[slots] = aside
-            self._num_aside += len(slots) if aside else -len(slots)
+        self._aside[slots] = aside
+        self._num_aside += len(slots) if aside else -len(slots)
 
 
 @dataclass(slots=True)
@@ -210,7 +195,7 @@ class LruOrder:
 
     def __init__(self, num_slots: int, num_queues: int = 1) -> None:
         # number of the lot in which it became idle; 0: in use
-        self._lot_of = PerSlot("q", num_slots)
+        self._lot_of = np.zeros(num_slots, np.int64)
         self._queues: list[OrderedDict[int, _Lot]] = [OrderedDict() for _ in range(num_queues)]
         self._clock = 0  # slots that have become idle so far
         self._num = 0
@@ -221,10 +206,9 @@ class LruOrder:
     def __iter__(self) -> Iterator[int]:
         """In the order in which they would be popped now."""
         for number in heapq.merge(*self._queues, key=self._rank):
-            lot = self._queues[number % len(self._queues)][number]
-            yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of.at[slot] == number)
+            yield from self._those_in(number, self._lot(number).slots)[::-1].tolist()
 
-    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+    def sealed(self, slots: Run, keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """Ignored by this policy."""
 
     def hit(self, slots: Run) -> None:
@@ -234,13 +218,10 @@ class LruOrder:
         self._enqueue(slots, 0)
 
     def remove(self, slots: Run) -> None:
-        if not len(slots):
-            return
-        found = self._num_by_lot(slots)
+        found = Counter(self._lot_of[slots].tolist())
         if 0 in found:
             raise InvariantBroken(f"{found[0]} of {len(slots)} slots are to be used again, and are not idle")
-        self._lot_of.set(slots, 0)
-        self._num -= len(slots)
+        self._lot_of[slots] = 0
         for number, num in found.items():
             self._shorten(number, num)
 
@@ -248,18 +229,15 @@ class LruOrder:
         popped: list[int] = []
         while len(popped) < num and any(self._queues):
             number = min((next(iter(queue)) for queue in self._queues if queue), key=self._rank)
-            lot = self._queues[number % len(self._queues)][number]
+            lot = self._lot(number)
             if not len(lot.slots):  # else an endless loop
                 raise InvariantBroken(f"{lot.num_left} slots are idle in a lot that has none left")
-            lot.slots = slots = as_list(lot.slots)
-            first = len(popped)
-            while slots and len(popped) < num:
-                slot = slots.pop()
-                if self._lot_of.at[slot] == number:
-                    popped.append(slot)
-            self._lot_of.set(popped[first:], 0)
-            self._num -= len(popped) - first
-            self._shorten(number, len(popped) - first)
+            num_kept = max(0, len(lot.slots) - (num - len(popped)))
+            lot.slots, tail = lot.slots[:num_kept], lot.slots[num_kept:]
+            taken = self._those_in(number, tail)
+            popped += taken[::-1].tolist()
+            self._lot_of[taken] = 0
+            self._shorten(number, len(taken))
         return popped
 
     def _rank(self, number: int) -> int:
@@ -270,48 +248,36 @@ class LruOrder:
         """Add a lot at the end of that queue. Its number encodes the time and the queue."""
         if not len(slots):
             return
-        if self._lot_of.any(slots):
+        if self._lot_of[slots].any():
             raise InvariantBroken(f"of {len(slots)} slots that become idle, some are idle already")
         self._clock += len(slots)
         number = self._clock * len(self._queues) + queue
         self._queues[queue][number] = _Lot(slots[::-1], len(slots))
-        self._lot_of.set(slots, number)
+        self._lot_of[slots] = number
         self._num += len(slots)
 
-    def _num_by_lot(self, slots: Run) -> dict[int, int]:
-        if not isinstance(slots, np.ndarray):
-            lots = list(map(self._lot_of.at.__getitem__, slots))
-            return {number: lots.count(number) for number in set(lots)}
-        numbers = self._lot_of.array[slots]
-        if (numbers == numbers[0]).all():
-            return {int(numbers[0]): len(slots)}
-        found, nums = np.unique(numbers, return_counts=True)
-        return dict(zip(found.tolist(), nums.tolist(), strict=True))
+    def _lot(self, number: int) -> _Lot:
+        return self._queues[number % len(self._queues)][number]
 
     def _shorten(self, number: int, num: int) -> None:
         """`num` of its slots are no longer idle."""
-        queue = self._queues[number % len(self._queues)]
-        lot = queue[number]
+        lot = self._lot(number)
+        self._num -= num
         lot.num_left -= num
         if not lot.num_left:
-            del queue[number]
+            del self._queues[number % len(self._queues)][number]
         elif 2 * lot.num_left < len(lot.slots):
             lot.slots = self._those_in(number, lot.slots)
 
     def _those_in(self, number: int, slots: Run) -> Run:
-        if isinstance(slots, np.ndarray):
-            left: NDArray[np.intp] = slots[self._lot_of.array[slots] == number]
-            return left
-        lot_of = self._lot_of.at
-        return [slot for slot in slots if lot_of[slot] == number]
+        those: Run = slots[self._lot_of[slots] == number]
+        return those
 
 
 # Measured on all traces of docs/eviction.md: with 4 a scan evicts more, with 16 slightly less than with 8.
 PATIENCE = 8
 KEYS_PER_SLOT = 4  # remembered keys, including those of present blocks
-FEW_KEYS = 16  # up to this number a loop is as fast as arrays
 _FRESH, _RETURNED = 0, 1
-_HALVES = struct.Struct("=2Q")
 
 
 class SeenKeys:
@@ -321,23 +287,16 @@ class SeenKeys:
     def __init__(self, num_slots: int) -> None:
         size = 1 << (KEYS_PER_SLOT * num_slots - 1).bit_length()
         # the second half of a key at the place that its first half names
-        self._mark_at = array("Q", bytes(8 * size))
-        self._marks = np.frombuffer(self._mark_at, np.uint64)  # the same memory
-        self._mask = size - 1
+        self._marks = np.zeros(size, np.uint64)
+        self._mask = np.uint64(size - 1)
 
-    def add(self, keys: Sequence[bytes]) -> list[bool] | NDArray[np.bool_]:
+    def add(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Which of `keys` came before."""
-        if len(keys) > FEW_KEYS:
-            halves = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
-            places, marks = halves[:, 0] & np.uint64(self._mask), halves[:, 1]
-            known: NDArray[np.bool_] = self._marks[places] == marks
-            self._marks[places] = marks
-            return known
-        pairs = [(place & self._mask, mark) for place, mark in map(_HALVES.unpack, keys)]
-        came = [self._mark_at[place] == mark for place, mark in pairs]
-        for place, mark in pairs:
-            self._mark_at[place] = mark
-        return came
+        halves = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
+        places, marks = halves[:, 0] & self._mask, halves[:, 1]
+        known: NDArray[np.bool_] = self._marks[places] == marks
+        self._marks[places] = marks
+        return known
 
 
 class ReturningOrder(LruOrder):
@@ -356,38 +315,24 @@ class ReturningOrder(LruOrder):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots, num_queues=2)
-        self._returned = PerSlot("B", num_slots)  # 1: it has come back
+        self._returned = np.zeros(num_slots, np.bool_)  # it has come back
         self._seen = SeenKeys(num_slots)
 
-    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        came = self._seen.add(keys)
-        if isinstance(came, np.ndarray):
-            self._returned.array[np.asarray(slots, np.intp)] = came
-        else:
-            for slot, before in zip(as_list(slots), came, strict=True):
-                self._returned.at[slot] = before
+    def sealed(self, slots: Run, keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        self._returned[slots] = self._seen.add(keys)
 
     def hit(self, slots: Run) -> None:
-        self._returned.set(slots, 1)
+        self._returned[slots] = True
 
     def add(self, slots: Run) -> None:
-        num_fresh = self._num_fresh(slots)
-        if num_fresh:
-            self._enqueue(slots[:num_fresh], _FRESH)
-        if num_fresh < len(slots):
-            self.hit(slots[num_fresh:])
-            self._enqueue(slots[num_fresh:], _RETURNED)
-
-    def _num_fresh(self, slots: Run) -> int:
-        """Number of leading (deepest) slots of a run before the first that has come back; 0 if they are the
+        """The leading (deepest) slots before the first that has come back are fresh, unless they are the
         smaller part."""
-        if isinstance(slots, np.ndarray):
-            returned = self._returned.array[slots]
-            first = int(returned.argmax()) if len(slots) else 0
-            first = first if returned[first : first + 1].any() else len(slots)
-        else:
-            first = bytes(map(self._returned.at.__getitem__, slots)).find(1) % (len(slots) + 1)
-        return first if 2 * first >= len(slots) else 0
+        returned = np.flatnonzero(self._returned[slots])
+        num_fresh = int(returned[0]) if returned.size else len(slots)
+        num_fresh = num_fresh if 2 * num_fresh >= len(slots) else 0
+        self._enqueue(slots[:num_fresh], _FRESH)
+        self.hit(slots[num_fresh:])
+        self._enqueue(slots[num_fresh:], _RETURNED)
 
     def _rank(self, number: int) -> int:
         """By what has become idle since. This counts more for blocks that have not come back."""
@@ -473,8 +418,8 @@ class CostOrder:
         )
         return (slot for _, _, slot in heapq.merge(*ranked))
 
-    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        for slot, key, depth in zip(slots, keys, depths, strict=True):
+    def sealed(self, slots: Run, keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        for slot, key, depth in zip(slots.tolist(), keys, depths, strict=True):
             earlier = self._ghosts.take(key)
             self._key[slot] = key
             self._depth[slot] = depth
@@ -484,14 +429,14 @@ class CostOrder:
 
     def hit(self, slots: Run) -> None:
         hits = self._hits
-        for slot in as_list(slots):
+        for slot in slots.tolist():
             if hits[slot] < _MOST_HITS:
                 hits[slot] += 1
 
     def add(self, slots: Run) -> None:
         depths, hits, class_of, queues = self._depth, self._hits, self._class_of, self._queues
         before, chain = -1, 0.0
-        for slot in as_list(slots):
+        for slot in slots.tolist():
             depth = depths[slot]
             if depth >= before:  # another chain begins, with its deepest block
                 chain = self._chain_class(depth)
@@ -506,7 +451,7 @@ class CostOrder:
 
     def remove(self, slots: Run) -> None:
         queues, class_of = self._queues, self._class_of
-        for slot in as_list(slots):
+        for slot in slots.tolist():
             del queues[class_of[slot]][slot]
         self._num -= len(slots)
 

@@ -1,18 +1,19 @@
 """The bookkeeping of one arena's slots: their owners, their keys, and the order of eviction. Owns no bytes
 and never waits.
 
-One thread changes a pool: the engine's, or the one that holds its owner's lock. Any thread may `find`; the
-answer may be out of date when it arrives. A call that raises or returns None has changed nothing.
+For any thread: every call takes the pool's lock, for bookkeeping only. A caller that needs several calls to
+be one takes `lock` around them. A call that raises or returns None has changed nothing.
 """
 
 from __future__ import annotations
 
-from array import array
+import functools
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice, repeat
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,13 @@ from numpy.typing import NDArray
 from penstock.contract import Fence
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import EvictionOrder, LruOrder, PoolWant, WantedLast
-from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
-from penstock.kv.blocks.slots import PerSlot, Run, SlotBook, SlotCounts, SlotEvent, SlotState, as_list, as_run
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.slots import Run, SlotBook, SlotCounts, SlotEvent, SlotState, as_run
 from penstock.observe import PoolObserver
 
 _MAX_NAMED = 16  # handles that a Leaked message lists
-_REMEMBERED = 128  # answers, at least; a plan looks at half as many waiting requests
+_NOT_HERE = -1
+_NO_SLOTS: Run = np.empty(0, np.intp)
 
 
 class LastUse:
@@ -41,31 +43,24 @@ class LastUse:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._arrivals = 0
-        self._newest: dict[str, PerSlot] = {}  # by lane: per slot the number of its newest fence; 0: none
+        # by lane: per slot the number of its newest fence; 0: none
+        self._newest: dict[str, NDArray[np.int64]] = {}
         # by lane: fences by number, in order of arrival; passed ones are dropped when met
         self._live: dict[str, dict[int, Fence]] = {}
 
     def note(self, slots: Run, fence: Fence | None) -> None:
         """`fence` covers the last use of `slots` by the handle that gives them back. None: that use is
         over."""
-        if fence is None or fence.passed():
-            return
-        number = self._number(fence)
-        newest = self._newest[fence.lane]
-        if isinstance(slots, np.ndarray):
-            newest.array[slots] = np.maximum(newest.array[slots], number)
-        else:
-            newest.set([slot for slot in slots if newest.at[slot] < number], number)
+        if fence is not None and not fence.passed():
+            number = self._number(fence)
+            newest = self._newest[fence.lane]
+            newest[slots] = np.maximum(newest[slots], number)
 
     def after(self, slots: Run) -> tuple[Fence, ...]:
         """Fences that must pass before a new owner writes `slots`."""
         fences: list[Fence] = []
         for lane, live in self._live.items():
-            newest, upto = self._newest[lane], 0
-            if live and isinstance(slots, np.ndarray):
-                upto = int(newest.array[slots].max(initial=0))
-            elif live:
-                upto = max(map(newest.at.__getitem__, slots), default=0)
+            upto = int(self._newest[lane][slots].max(initial=0)) if live else 0
             if upto >= next(iter(live), upto + 1):
                 self._drop_passed(live)
                 fences += [fence for number, fence in live.items() if number <= upto]
@@ -73,7 +68,7 @@ class LastUse:
 
     def _number(self, fence: Fence) -> int:
         if fence.lane not in self._live:
-            self._live[fence.lane], self._newest[fence.lane] = {}, PerSlot("q", self._num_slots)
+            self._live[fence.lane], self._newest[fence.lane] = {}, np.zeros(self._num_slots, np.int64)
         live = self._live[fence.lane]
         for number, known in reversed(live.items()):
             if known is fence:
@@ -92,9 +87,15 @@ class LastUse:
 class Found(NamedTuple):
     """An answer: the run of leading `keys` that was here after `num_forgets` forgets."""
 
-    keys: tuple[bytes, ...]
+    keys: Sequence[bytes]
     run: Run
     num_forgets: int
+
+    def covers(self, keys: Sequence[bytes]) -> bool:
+        """Whether `keys` begin with all of it. A key covers all tokens before it, so one comparison is
+        enough."""
+        num = len(self.run)
+        return isinstance(keys, tuple) and 0 < num <= len(keys) and keys[num - 1] == self.keys[num - 1]
 
 
 class KeyIndex:
@@ -103,86 +104,44 @@ class KeyIndex:
 
     def __init__(self, num_slots: int) -> None:
         self.key_of: list[bytes | None] = [None] * num_slots  # by slot; None: not sealed
-        self.sealed = PerSlot("B", num_slots)  # 1: it has a key
+        self.sealed = np.zeros(num_slots, np.bool_)  # it has a key
         self.slot_of: dict[bytes, int] = {}
         self._num_forgets = 0
-        self._lost_at = PerSlot("q", num_slots)  # the number of the forget that last took its key
-        # by id() of the keys; the answer keeps them alive, so the id stays theirs
-        self._found: dict[int, Found] = {}
-        self._found_before: dict[int, Found] = {}
-        # the newest answer about a tuple of keys: many requests often share a prefix
-        self.last = Found((), [], 0)
-
-    def __len__(self) -> int:
-        return len(self.slot_of)
+        self._lost_at = np.zeros(num_slots, np.int64)  # the number of the forget that last took its key
+        self.last = Found((), _NO_SLOTS, 0)  # the newest answer: many requests often share a prefix
 
     def find(self, keys: Sequence[bytes], like: Found | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here; callers must not change it. A waiting
-        request asks in every plan. For the same tuple, only keys after the last answer are looked up, and
-        only slots forgotten since are rechecked. A key covers all tokens before it: if two tuples have the
-        same key in the same place, an answer up to there holds for both. `like`: an earlier answer that the
-        caller kept; ignored if it is about other keys."""
-        # first: another thread may be changing the index
-        num_forgets = self._num_forgets
-        known = (
-            self._found.get(id(keys))
-            or self._found_before.get(id(keys))
-            or _as_far_as(like, keys)
-            or _as_far_as(self.last, keys)
-        )
-        run: Run = []
-        if known is not None:
-            run = known.run if known.num_forgets == num_forgets else self._still_here(known)
+        request asks in every plan: only keys after the last answer are looked up, and only slots forgotten
+        since are rechecked. `like`: an earlier answer that the caller kept."""
+        known = next((one for one in (like, self.last) if one is not None and one.covers(keys)), None)
+        run, num_forgets = (_NO_SLOTS, 0) if known is None else (known.run, known.num_forgets)
+        if num_forgets < self._num_forgets and len(run):
+            lost = np.flatnonzero(self._lost_at[run] > num_forgets)
+            run = run[: lost[0]] if lost.size else run
         num = len(run)
         if num < len(keys) and keys[num] in self.slot_of:
-            run = self._extended(run, keys[num:] if num else keys)
-        if isinstance(keys, tuple):
-            same = known is not None and known.run is run and known.num_forgets == num_forgets
-            found = (
-                known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets)
-            )
-            # In two halves, of which the older is dropped as a whole: another thread cannot spoil any step of
-            # that.
-            if len(self._found) >= _REMEMBERED and id(keys) not in self._found:
-                self._found, self._found_before = {}, self._found
-            self._found[id(keys)] = self.last = found
+            slots: list[int] = []
+            with suppress(KeyError):  # the first missing key ends it; the list has the keys before
+                slots.extend(map(self.slot_of.__getitem__, keys[num:] if num else keys))
+            run = np.concatenate((run, np.array(slots, np.intp)))
+        if isinstance(keys, tuple):  # a list may change
+            self.last = Found(keys, run, self._num_forgets)
         return run
 
-    def _extended(self, run: Run, keys: Sequence[bytes]) -> Run:
-        slots: list[int] = []
-        with suppress(KeyError):  # the first missing key ends it; the list has the keys before
-            slots.extend(map(self.slot_of.__getitem__, keys))
-        if isinstance(run, np.ndarray):
-            return np.concatenate((run, np.array(slots, np.intp)))
-        return as_run([*run, *slots] if run else slots)
-
-    def _still_here(self, known: Found) -> Run:
-        """Its run, up to the first slot that has lost its key since."""
-        run = known.run
-        if isinstance(run, np.ndarray):
-            lost = np.flatnonzero(self._lost_at.array[run] > known.num_forgets)
-            return as_run(run[: lost[0]]) if lost.size else run
-        lost_at = self._lost_at.at
-        end = next((place for place, slot in enumerate(run) if lost_at[slot] > known.num_forgets), None)
-        return run if end is None else run[:end]
-
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Give each slot its key unless another slot has the key: first writer wins. Returns the slots that
-        got theirs."""
+        """Give each slot its key unless another slot has the key: first writer wins. Returns the places of
+        the slots that got theirs."""
         if any(map(self.key_of.__getitem__, slots)):
             raise InvariantBroken(
                 f"slot {next(slot for slot in slots if self.key_of[slot])} is sealed already"
             )
-        homes = list(map(self.slot_of.setdefault, keys, slots))
-        taken, given = list(slots), keys
-        if homes != taken:
-            places = [place for place, slot in enumerate(slots) if homes[place] == slot]
-            taken, given = [slots[place] for place in places], [keys[place] for place in places]
-        key_of = self.key_of
-        for slot, key in zip(taken, given, strict=True):
-            key_of[slot] = key
-        self.sealed.set(as_run(taken), 1)
-        return taken
+        homes = map(self.slot_of.setdefault, keys, slots)
+        places = [place for place, (home, slot) in enumerate(zip(homes, slots, strict=True)) if home == slot]
+        for place in places:
+            self.key_of[slots[place]] = keys[place]
+        self.sealed[[slots[place] for place in places]] = True
+        return places
 
     def forget(self, slots: Sequence[int]) -> list[bytes]:
         """Remove the keys of `slots`; returns them."""
@@ -194,34 +153,36 @@ class KeyIndex:
             del self.slot_of[key]
             self.key_of[slot] = None
             keys.append(key)
-        run = as_run(slots)
-        self.sealed.set(run, 0)
-        self._lost_at.set(run, self._num_forgets + 1)
-        # After the change: a thread that looks meanwhile has seen an old state.
         self._num_forgets += 1
+        self.sealed[slots] = False
+        self._lost_at[slots] = self._num_forgets
         return keys
 
     def check(self) -> None:
         """Raise unless both directions agree."""
-        backwards = [(key, slot) for slot, key in enumerate(self.key_of) if key is not None]
-        if len(backwards) != len(self.slot_of) or dict(backwards) != self.slot_of:
+        backwards = {key: slot for slot, key in enumerate(self.key_of) if key is not None}
+        sealed = np.flatnonzero(self.sealed).tolist()
+        if backwards != self.slot_of or sealed != [*backwards.values()]:
             raise InvariantBroken(
-                f"{len(backwards)} slots have a key and {len(self.slot_of)} keys have a slot, and they "
-                "disagree"
-            )
-        if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed.at) if sealed]:
-            raise InvariantBroken(
-                f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed.at)} that are "
-                "said to be sealed"
+                f"{len(backwards)} slots have a key, {len(self.slot_of)} keys have a slot and {len(sealed)} "
+                "slots are said to be sealed, and they disagree"
             )
 
 
-def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
-    """`found` if `keys` begin with all of it: a caller may pass an answer about other keys by mistake."""
-    if found is None or not isinstance(keys, tuple):
-        return None
-    num = len(found.run)
-    return found if 0 < num <= len(keys) and keys[num - 1] == found.keys[num - 1] else None
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _locked(
+    call: Callable[Concatenate[BlockPool, _P], _T],
+) -> Callable[Concatenate[BlockPool, _P], _T]:
+    """The call under the pool's lock."""
+
+    def locked(self: BlockPool, /, *args: _P.args, **named: _P.kwargs) -> _T:
+        with self.lock:
+            return call(self, *args, **named)
+
+    return functools.wraps(call)(locked)
 
 
 class BlockPool:
@@ -238,160 +199,114 @@ class BlockPool:
             raise ConfigError(f"pool {name!r} cannot have {num_slots} slots")
         self.name = name
         self.num_slots = num_slots
+        self.lock = threading.RLock()
         self.num_evicted = 0
         self.num_duplicates = 0  # seals whose key another slot had already
-        # evicted or forgotten keys; None: not collected
-        self.gone: list[bytes] | None = None
+        self.gone: list[bytes] | None = None  # evicted or forgotten keys; None: not collected
+        self.book = SlotBook(num_slots, name, observer)
+        self.index = KeyIndex(num_slots)
+        self.depths = np.zeros(num_slots, np.int64)  # of sealed blocks: positions in their prefixes
+        self.idle = WantedLast(LruOrder(num_slots) if eviction is None else eviction, num_slots, self.lock)
+        self.last_use = LastUse(num_slots)
+        # First in, first out: the slot that rests longest goes first, so that the fences of its last use have
+        # had time to pass. Slots that were never used come last: their memory may not be faulted in yet.
+        self._free, self._fresh = deque[int](), deque(range(num_slots))
+        self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
         self._observer = observer
         if observer is not None:
             observer.opened(name, num_slots)
-        self._book = SlotBook(num_slots, name, observer)
-        self._index = KeyIndex(num_slots)
-        # First in, first out: the slot that rests longest goes first, so that the fences of its last use have
-        # had time to pass.
-        self._free: deque[int] = deque()  # used before, longest ago first
-        # never used; they come last, since their memory may not be faulted in yet
-        self._fresh = deque(range(num_slots))
-        self._order = LruOrder(num_slots) if eviction is None else eviction
-        self._idle = WantedLast(self._order, num_slots)
-        self._depths = array("q", bytes(8 * num_slots))  # of sealed blocks: positions in their prefixes
-        self._last_use = LastUse(num_slots)
-        self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 
     # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def counts(self) -> SlotCounts:
-        return SlotCounts(*self._book.num_in)
+        with self.lock:  # a move between two states is never seen half done
+            return SlotCounts(*self.book.num_in)
 
     @property
     def num_available(self) -> int:
         """Slots that can be reserved now: free or evictable."""
-        return self._book.num_in[SlotState.FREE] + self._book.num_in[SlotState.IDLE]
+        return self.num_free + self.book.num_in[SlotState.IDLE]
 
     @property
     def num_free(self) -> int:
         """Slots that can be reserved without an eviction."""
-        return self._book.num_in[SlotState.FREE]
+        return self.book.num_in[SlotState.FREE]
 
     @property
     def num_unwanted(self) -> int:
         """Slots that can be reserved without evicting a wanted block."""
-        return self.num_free + len(self._order)
+        return self.num_free + len(self.idle.others)
 
     @property
     def num_keys(self) -> int:
-        return len(self._index)
+        return len(self.index.slot_of)
 
+    @_locked
     def find(self, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be
         changed. `like`: a want with the answer for the same keys, so that only changes since are looked
         up."""
-        return self._index.find(keys, None if like is None else like.found)
+        return self.index.find(keys, None if like is None else like.found)
 
-    def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: PoolWant | None = None) -> PoolWant:
-        """Want the longest run of leading `keys` that are here, in place of `earlier`."""
-        want = self.want(self.find(keys, earlier), rank, earlier)
-        if want is not earlier:
-            want.found = self._index.last if keys else None
-        return want
-
+    @_locked
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key, or -1."""
-        return list(map(self._index.slot_of.get, keys, repeat(-1)))
+        return list(map(self.index.slot_of.get, keys, repeat(_NOT_HERE)))
 
-    def keys(self) -> list[bytes]:
-        """Keys of all sealed blocks."""
-        return [key for key in self._index.key_of if key is not None]
+    @_locked
+    def keys(self, slots: Iterable[int] | None = None) -> list[bytes]:
+        """Keys of the sealed blocks in `slots`, or of all."""
+        key_of = self.index.key_of
+        found = key_of if slots is None else map(key_of.__getitem__, slots)
+        return [key for key in found if key is not None]
 
-    def coldest(self, num: int) -> list[bytes]:
-        """Keys of the idle blocks that are evicted next, roughly in order."""
-        return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
-
-    def coldest_slots(self, num: int) -> list[int]:
-        """Slots that `evict(num)` would take now, roughly in order. Drops wants as `evict` does."""
-        self._idle.expose(num)
-        return list(islice(self._idle, num))
-
-    def keys_of(self, slots: Sequence[int]) -> list[bytes]:
-        """Keys of sealed slots."""
-        return [key for slot in slots if (key := self._index.key_of[slot]) is not None]
-
-    def depths_of(self, slots: Sequence[int]) -> list[int]:
-        """Positions of their blocks in their prefixes, as given at sealing."""
-        return [self._depths[slot] for slot in slots]
-
-    def last_use(self, slots: Run) -> tuple[Fence, ...]:
-        """Fences of former owners of `slots` that have not passed."""
-        return self._last_use.after(slots)
-
-    def pins(self) -> list[Pin]:
-        """The open pins."""
-        return [handle for handle in self._out or () if isinstance(handle, Pin)]
-
-    def is_held(self, slot: int) -> bool:
-        """Whether a table holds it; pins do not count."""
-        return self._book.holds.at[slot] > 0
-
-    def num_idle_of(self, slots: Run) -> int:
-        return len(self._book.those_in(SlotState.IDLE, slots))
+    @_locked
+    def coldest(self, num: int, drops_wants: bool = False) -> list[int]:
+        """Slots of the idle blocks that are evicted next, roughly in order. `drops_wants`: as `evict(num)`
+        would."""
+        if drops_wants:
+            self.idle.expose(num)
+        return list(islice(self.idle, num))
 
     # ------------------------------------------------------------------------------------------------ lending
 
+    @_locked
     def try_reserve(self, num_slots: int, owner: str) -> Reservation | None:
         """Take that many slots, evicting idle blocks if too few are free."""
-        out = self._handles
+        out = self.handles
         if num_slots < 0:
             raise InvariantBroken(f"{owner!r} asked pool {self.name!r} for {num_slots} slots")
         if num_slots > self.num_available:
             return None
-        free, fresh = self._free, self._fresh
-        if num_slots > len(free) + len(fresh):
-            self.evict(num_slots - len(free) - len(fresh))
-        slots = [(free or fresh).popleft() for _ in range(num_slots)]
-        slots.sort()  # neighbours are copied as one
-        run = as_run(slots)
-        self._book.move(run, SlotEvent.RESERVE, SlotState.RESERVED, owner)
-        self._book.holds.add(run, 1)
-        reservation = Reservation(owner, self, run, self._last_use.after(run))
+        if num_slots > self.num_free:
+            self.evict(num_slots - self.num_free)
+        # sorted: neighbours are copied as one
+        slots = sorted((self._free or self._fresh).popleft() for _ in range(num_slots))
+        run = np.array(slots, np.intp)
+        self.book.move(run, SlotEvent.RESERVE, SlotState.RESERVED, owner)
+        self.book.holds[run] += 1
+        reservation = Reservation(owner, self, run, self.last_use.after(run))
         out[reservation] = None
         return reservation
 
-    def commit(self, reservation: Reservation, hold: Hold) -> None:
-        """For `Reservation.commit`."""
-        hold.require_open()
-        if hold not in self._handles:
-            raise InvariantBroken(f"the {hold} is not out of pool {self.name!r}")
-        self._book.move(reservation.run, SlotEvent.COMMIT, SlotState.ACTIVE, hold.owner)
-        hold.append(reservation.run)
-        del self._handles[reservation]
-
-    def split(self, reservation: Reservation, num_slots: int) -> Reservation:
-        """For `Reservation.split`."""
-        if reservation not in self._handles or not 0 < num_slots < len(reservation.run):
-            raise InvariantBroken(
-                f"pool {self.name!r}: {num_slots} slots of the {reservation} are not to be had"
-            )
-        first = Reservation(reservation.owner, self, reservation.run[:num_slots], reservation.after)
-        self._handles[first] = None
-        return first
-
+    @_locked
     def hold(self, owner: str, shared: Sequence[int] | Run = (), num_elsewhere: int = 0) -> Hold:
         """A hold that starts with the sealed slots `shared`, which other tables may hold, too; it grows by
         `Reservation.commit`. Before them it has `num_elsewhere` places without a slot, for blocks that are
         not in this pool."""
-        out, book, run = self._handles, self._book, as_run(shared)
+        out, book, run = self.handles, self.book, as_run(shared)
         if len(run):
             book.require(run, SlotEvent.SHARE)
-            if not self._index.sealed.all(run):
-                slot = next(slot for slot in shared if not self._index.sealed.at[slot])
+            if not self.index.sealed[run].all():
+                slot = run[~self.index.sealed[run]][0]
                 raise InvariantBroken(
                     f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed"
                 )
-            self._idle.remove(book.those_in(SlotState.IDLE, run))
-            self._order.hit(run)
+            self.idle.remove(book.those_in(SlotState.IDLE, run))
+            self.idle.others.hit(run)
             book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
-            book.holds.add(run, 1)
+            book.holds[run] += 1
         hold = Hold(owner, self, num_elsewhere)
         hold.append(run)
         out[hold] = None
@@ -399,176 +314,126 @@ class BlockPool:
             self._observer.lent(self.name, hold.slots, owner)
         return hold
 
+    @_locked
     def pin(self, slots: Sequence[int] | Run, owner: str) -> Pin:
         """Protect `slots` from eviction and reuse until the pin ends."""
-        out, book = self._handles, self._book
-        run = as_run(slots if isinstance(slots, np.ndarray) else list(slots))
+        out, book, run = self.handles, self.book, np.array(slots, np.intp)
         book.require(run, SlotEvent.PIN)
         idle = book.those_in(SlotState.IDLE, run)
-        self._idle.remove(idle)
+        self.idle.remove(idle)
         book.move(idle, SlotEvent.PIN, SlotState.PINNED, owner)
-        book.pins.add(run, 1)
+        book.pins[run] += 1
         pin = Pin(owner, self, run)
         out[pin] = None
         if self._observer is not None:
             self._observer.lent(self.name, pin.slots, owner)
         return pin
 
-    def pin_run(self, hold: Hold, first: int, num_slots: int, owner: str) -> RunPin:
-        """Protect slots `first..first + num_slots` of `hold` beyond its end. Constant cost."""
-        hold.require_open()
-        if hold not in self._handles or not 0 <= first <= first + num_slots <= hold.num_slots:
-            raise InvariantBroken(
-                f"pool {self.name!r}: {owner!r} pins slots {first} to {first + num_slots} of the {hold}"
-            )
-        pin = RunPin(owner, self, hold, first, num_slots)
-        hold.run_pins.add(pin)
-        self._handles[pin] = None
-        return pin
-
     def take_back(self, handle: Handle, fence: Fence | None) -> None:
-        """For the handles: `handle` ends. A slot without holds and pins becomes idle if it is sealed, else
-        free."""
-        if self._observer is not None:
-            self._observer.returned(self.name, handle.slots, handle.owner, fence)
-        if isinstance(handle, RunPin) and not handle.hold.ended:
-            del self._handles[handle]
-            handle.hold.run_pins.remove(handle)
-            self._last_use.note(handle.run if fence is not None else [], fence)
-            return
-        book, run = self._book, handle.run
-        del self._handles[handle]
-        if isinstance(handle, Hold):
-            for pin in handle.run_pins:
-                book.pins.add(pin.run, 1)
-        self._last_use.note(run, fence)
-        (book.pins if isinstance(handle, Pin) else book.holds).add(run, -1)
-        self._settle_unused(run, handle.owner)
+        """For the handles: `handle` ends."""
+        del self.handles[handle]
+        count = self.book.pins if isinstance(handle, Pin) else self.book.holds
+        self.give_back(count, handle.run, handle.owner, fence)
 
-    def drop_first(self, hold: Hold, num_slots: int, fence: Fence | None) -> None:
-        """For `Hold.drop_first`."""
-        end = hold.num_dropped + num_slots
-        if (
-            hold not in self._handles
-            or num_slots < 0
-            or end > hold.num_slots
-            or any(pin.first < end for pin in hold.run_pins)
-        ):
-            raise InvariantBroken(
-                f"pool {self.name!r}: the first {num_slots} slots of the {hold} cannot be given back"
-            )
-        run = as_run(hold.first(end)[hold.num_dropped :])
+    def give_back(self, count: NDArray[np.int32], run: Run, owner: str, fence: Fence | None) -> None:
+        """For the handles: `count`, of holds or pins, falls by one for each slot of `run`. A slot without
+        either becomes idle if it is sealed, else free."""
         if self._observer is not None:
-            self._observer.returned(self.name, as_list(run), hold.owner, fence)
-        self._last_use.note(run, fence)
-        self._book.holds.add(run, -1)
-        self._settle_unused(run, hold.owner)
-
-    def _settle_unused(self, run: Run, owner: str) -> None:
-        """Slots of `run` without a hold change their state."""
-        book = self._book
-        pinned, idle, free = book.those_not_held(run, self._index.sealed)
-        book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, owner)
+            self._observer.returned(self.name, run.tolist(), owner, fence)
+        self.last_use.note(run, fence)
+        count[run] -= 1
+        book = self.book
+        left = run[book.holds[run] == 0]
+        is_pinned = book.pins[left] > 0
+        is_idle = self.index.sealed[left] & ~is_pinned
+        idle, free = left[is_idle], left[~(is_pinned | is_idle)]
+        book.move(left[is_pinned], SlotEvent.GIVE_BACK, SlotState.PINNED, owner)
         book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, owner)
         book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, owner)
         # the deepest goes first: a prefix is useful without its continuation, not the other way round
-        self._idle.add(idle[::-1])
-        self._free.extend(as_list(free))
+        self.idle.add(idle[::-1])
+        self._free.extend(free.tolist())
 
     # ------------------------------------------------------------------------------------------------ content
 
+    @_locked
     def seal(
-        self,
-        slots: Sequence[int] | NDArray[np.int32],
-        keys: Sequence[bytes],
-        depths: Sequence[int] | None = None,
+        self, slots: Sequence[int] | Run, keys: Sequence[bytes], depths: Sequence[int] | None = None
     ) -> int:
         """`slots` are full and written: give each its key. A slot whose key another slot has stays private,
         without a key. Returns how many got theirs. `depths` are the blocks' positions in their prefixes, for
         the eviction order."""
-        if len(slots) != len(keys) or (depths is not None and len(depths) != len(keys)):
+        depths = [0] * len(slots) if depths is None else depths
+        if not len(slots) == len(keys) == len(depths):
             raise InvariantBroken(
                 f"{len(slots)} slots cannot be sealed with {len(keys)} keys or another number of depths"
             )
-        self._book.require(as_run(slots), SlotEvent.SEAL)
-        taken = self._index.add(as_list(slots), keys)
-        depths = [0] * len(slots) if depths is None else depths
-        if len(taken) < len(slots):
-            kept = set(taken)
-            places = [place for place, slot in enumerate(as_list(slots)) if slot in kept]
-            keys, depths = [keys[place] for place in places], [depths[place] for place in places]
-            self.num_duplicates += len(slots) - len(taken)
-        for slot, depth in zip(taken, depths, strict=True):
-            self._depths[slot] = depth
-        self._order.sealed(taken, keys, depths)
+        run = as_run(slots)
+        self.book.require(run, SlotEvent.SEAL)
+        places = self.index.add(run.tolist(), keys)
+        self.num_duplicates += len(run) - len(places)
+        run, keys, depths = run[places], [keys[i] for i in places], [depths[i] for i in places]
+        self.depths[run] = depths
+        self.idle.others.sealed(run, keys, depths)
         if self._observer is not None:
-            for slot, key in zip(taken, keys, strict=True):
+            for slot, key in zip(run.tolist(), keys, strict=True):
                 self._observer.sealed(self.name, slot, key)
-        return len(taken)
+        return len(places)
 
+    @_locked
     def note_hits(self, slots: Run) -> None:
         """For the eviction order: the sealed `slots` were found again and are read under a pin, not a
         hold."""
-        self._order.hit(slots)
+        self.idle.others.hit(slots)
 
+    @_locked
     def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Mark the sealed `slots` as wanted: they are evicted after unwanted ones, the greatest `rank` first.
-        Ends by `end_want`, or when nothing else is left to evict. `earlier`: the want that it replaces, for
-        the same blocks. If both have the same number of blocks and none was evicted, `earlier` is reused."""
-        if earlier is not None and earlier.num_blocks == len(slots) and self.protects(earlier):
+        Ends by itself when nothing else is left to evict. `earlier`: the want that it replaces, for the same
+        blocks. If both have the same number of blocks and none was evicted, `earlier` is reused."""
+        if earlier is not None and earlier.num_blocks == len(slots) and earlier.protects:
             earlier.rank = rank
             return earlier
-        want = self._idle.want(slots, self._book.those_in(SlotState.IDLE, slots), rank)
+        want = self.idle.want(slots, self.book.those_in(SlotState.IDLE, slots), rank)
+        want.found = self.index.last if self.index.last.run is slots else None
         if earlier is not None:
-            self.end_want(earlier)
+            earlier.end()
         return want
 
-    def end_want(self, want: PoolWant) -> None:
-        """Idempotent."""
-        self._idle.end(want)
-
-    def protects(self, want: PoolWant) -> bool:
-        """Whether it still protects all its blocks: it has neither ended nor been dropped, and none was
-        evicted."""
-        return want in self._idle and not self._idle.gone(want).any()
-
-    def gone_of(self, want: PoolWant) -> NDArray[np.bool_]:
-        """Which of its slots have lost the wanted block."""
-        return self._idle.gone(want)
-
+    @_locked
     def evict(self, num_slots: int) -> int:
         """Evict that many idle blocks, or all if there are fewer. Returns how many."""
-        slots = self._idle.pop(num_slots)
+        slots = self.idle.pop(num_slots)
         self._lose(slots, slots)
         self.num_evicted += len(slots)
         return len(slots)
 
-    def evict_these(self, slots: Sequence[int]) -> int:
-        """Evict those of `slots` that are idle, wanted or not. Returns how many."""
-        idle = self._book.those_in(SlotState.IDLE, as_run(slots))
-        self.num_evicted += len(idle)
-        return self.forget(as_list(idle))
-
-    def forget_idle(self, slots: Sequence[int], most: int) -> int:
-        """Evict up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how
+    @_locked
+    def evict_these(self, slots: Sequence[int] | Run, most: int | None = None) -> int:
+        """Evict those of `slots` that are idle, wanted or not; up to `most`, the last ones first. Returns how
         many."""
-        idle = as_list(self._book.those_in(SlotState.IDLE, as_run(slots)))
-        return self.forget(idle[max(0, len(idle) - most) :])
+        idle = self.book.those_in(SlotState.IDLE, as_run(slots)).tolist()
+        num = self.forget(idle if most is None else idle[max(0, len(idle) - most) :])
+        self.num_evicted += num
+        return num
 
-    def forget(self, slots: Sequence[int]) -> int:
+    @_locked
+    def forget(self, slots: Iterable[int]) -> int:
         """Remove the keys of `slots`. A held or pinned block stays until its handles end; its slot is free
         then. Returns how many keys were removed."""
-        sealed = [slot for slot in slots if self._index.sealed.at[slot]]
-        idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
-        self._idle.remove(idle)
-        self._idle.lost(sealed)
-        self._lose(sealed, as_list(idle))
+        sealed = [slot for slot in slots if self.index.key_of[slot] is not None]
+        idle = self.book.those_in(SlotState.IDLE, as_run(sealed))
+        self.idle.remove(idle)
+        self.idle.lost(sealed)
+        self._lose(sealed, idle.tolist())
         return len(sealed)
 
-    def _lose(self, slots: list[int], idle: list[int]) -> None:
+    def _lose(self, slots: Sequence[int], idle: Sequence[int]) -> None:
         """`slots` have lost their keys; the `idle` ones among them become free."""
-        self._book.move(as_run(idle), SlotEvent.EVICT, SlotState.FREE, self.name)
-        keys = self._index.forget(slots)
+        if not slots:
+            return
+        self.book.move(as_run(idle), SlotEvent.EVICT, SlotState.FREE, self.name)
+        keys = self.index.forget(slots)
         if self.gone is not None:
             self.gone += keys
         self._free.extend(idle)
@@ -578,41 +443,36 @@ class BlockPool:
 
     # ---------------------------------------------------------------------------------------------------- end
 
+    @_locked
     def check(self) -> None:
         """Recount everything from the open handles, and raise if the running books differ."""
         out = list(self._out or ())
-        booked = (
-            handle
-            for handle in out
-            if isinstance(handle, Pin) and not (isinstance(handle, RunPin) and not handle.hold.ended)
-        )
-        pins = Counter(slot for handle in booked for slot in handle.slots)
+        pins = Counter(slot for handle in out if isinstance(handle, Pin) for slot in handle.slots)
         holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
         reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}
-        for slot, state in enumerate(self._book.state.at):
-            noted = (SlotState(state), self._book.holds.at[slot], self._book.pins.at[slot])
-            sealed = self._index.key_of[slot] is not None
+        in_state: dict[SlotState, list[int]] = {state: [] for state in SlotState}
+        for slot, state in enumerate(map(SlotState, self.book.state.tolist())):
+            in_state[state].append(slot)
+            noted = (state, int(self.book.holds[slot]), int(self.book.pins[slot]))
+            sealed = self.index.key_of[slot] is not None
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
             if noted != counted:
                 raise InvariantBroken(
                     f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted "
                     f"{counted}"
                 )
-        in_state = {
-            state: [slot for slot, found in enumerate(self._book.state.at) if found == state]
-            for state in SlotState
-        }
-        if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
+        if self.counts != SlotCounts(*map(len, in_state.values())):
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
         if (
             sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE]
-            or sorted(self._idle) != in_state[SlotState.IDLE]
+            or sorted(self.idle) != in_state[SlotState.IDLE]
         ):
             raise InvariantBroken(
                 f"pool {self.name!r}: the orders of free and idle slots do not hold exactly those"
             )
-        self._index.check()
+        self.index.check()
 
+    @_locked
     def close(self) -> None:
         """Idempotent. Raises Leaked, and stays open, while a handle is open."""
         named = [str(handle) for handle in list(self._out or ())[:_MAX_NAMED]]
@@ -626,7 +486,8 @@ class BlockPool:
         self._out = None
 
     @property
-    def _handles(self) -> dict[Handle, None]:
+    def handles(self) -> dict[Handle, None]:
+        """The open handles, in order of lending."""
         if self._out is None:
             raise HandleEnded(f"pool {self.name!r} is closed")
         return self._out
@@ -663,21 +524,15 @@ class PinnedKeys:
 
     def unpin(self, owner: str) -> None:
         """Blocks that other owners pin, too, stay. Idempotent."""
-        for key in self._keys.pop(owner, frozenset()):
-            self.num_owners[key] -= 1
-            if not self.num_owners[key]:
-                del self.num_owners[key]
+        self.num_owners -= Counter(self._keys.pop(owner, ()))  # drops keys that have no owner left
         ended, self._ends = self._ends, []
-        self.landed(list(self.num_owners))
+        self.landed(self.num_owners)
         for end in ended:
             end()
 
     def landed(self, keys: Iterable[bytes]) -> None:
         """These keys were just sealed: protect the pinned ones among them."""
-        slots = [
-            slot
-            for slot in self._pool.find_each([key for key in keys if key in self.num_owners])
-            if slot >= 0
-        ]
+        found = self._pool.find_each([key for key in keys if key in self.num_owners])
+        slots = [slot for slot in found if slot != _NOT_HERE]
         if slots:
             self._ends.append(self._protect(as_run(slots)))

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from penstock.contract import Fence
 from penstock.errors import DeadlineExceeded, IllegalTransition, InvariantBroken, StoreFailed
-from penstock.figures import Histogram, Traffic
+from penstock.figures import SECONDS_BOUNDS, Histogram, Traffic
 from penstock.kv.tiers.policy import LinkRate
 from penstock.kv.tiers.store import BlockStore, Outcome
 from penstock.lanes.lane import Ticket
@@ -135,8 +135,6 @@ class Breaker:
         self.state = after
 
 
-# the bounds of all transfers
-SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _SAMPLE_S = 0.5  # length of one measurement of the rate, during continuous reading,
 _SAMPLE_ENDS = 4  # if this many calls have ended for each one in flight
 

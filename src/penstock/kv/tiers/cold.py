@@ -168,6 +168,11 @@ class Writing:
         self.groups = groups
 
     @property
+    def tried_keys(self) -> list[bytes]:
+        """Keys that were submitted: the queue had no room for the others, or the store has them."""
+        return [key for group in self.groups for key in group.keys]
+
+    @property
     def done_keys(self) -> list[bytes]:
         """Keys that the store has: written now, or there before."""
         return [

@@ -62,16 +62,16 @@ def check_wants(world: World) -> None:
     ]
     kept = world.scheduler._conversations
     answered = {one.want for one in kept._kept if one.until <= kept._num_plans + conversations.KEPT_PLANS}
-    assert set(world.cache.pool._idle.wants) <= {track.want for track in waiting} | answered, (
+    assert set(world.cache.pool.idle.wants) <= {track.want for track in waiting} | answered, (
         "blocks are wanted by nobody in line"
     )
     if world.tiers is not None:
         host = world.tiers.host
-        assert set(host._pool._idle.wants) <= {lease.want for lease in host._leases}, (
+        assert set(host.pool.idle.wants) <= {lease.want for lease in host.leases}, (
             "host blocks are wanted without a lease"
         )
         leases = {track.lease for track in waiting}
-        assert all(lease in leases or getattr(lease, "saving", False) for lease in host._leases), (
+        assert all(lease in leases or getattr(lease, "saving", False) for lease in host.leases), (
             "a lease is nobody's in line"
         )
 

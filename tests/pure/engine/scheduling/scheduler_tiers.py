@@ -11,12 +11,12 @@ import pytest
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers import loads as loads_module
+from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers import saves as saves_module
+from penstock.kv.tiers import tiers
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
 from penstock.testing.stores import HandClock, MemoryStore
 from tests.pure.engine.scheduling.scheduler_device import BLOCK, LAYERS, Device
@@ -34,7 +34,6 @@ class Cold:
     num_host: int
     overlap_tokens: int = 0
     stores: tuple[str, ...] = ()
-    loads: Callable[[Saves, Mover], Loads] = Loads
     host: Callable[..., HostTier] = HostTier
     postpones: bool = False  # what the device keeps need not be in a full host memory as well
 
@@ -58,10 +57,9 @@ class Tiers:
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in cold.stores}
         limits = TierLimits(cold.overlap_tokens, 1e9, postpones=cold.postpones)
-        self.saves = Saves(
-            pool, self.host, [self._cold_tier(store) for store in self.stores.values()], saver, LAYOUT, limits
-        )
-        self.loads = cold.loads(self.saves, loader)
+        stores = [self._cold_tier(store) for store in self.stores.values()]
+        self.wired = tiers.Tiers.of(pool, self.host, stores, (loader, saver), LAYOUT, limits)
+        self.saves, self.loads, self.writeback = self.wired.saves, self.wired.loads, self.wired.writeback
         judge = self.loads.worth
         self.loads.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
 
@@ -117,4 +115,4 @@ def land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves_module, "_PART_BLOCKS", 2)
     monkeypatch.setattr(loads_module, "_LAST_BYTES", LAYOUT.block_bytes)
     monkeypatch.setattr(loads_module, "_PART_BYTES", LAYOUT.block_bytes)
-    monkeypatch.setattr(loads_module, "_READ_AHEAD", 2)
+    monkeypatch.setattr(reads_module, "_READ_AHEAD", 2)

@@ -79,7 +79,7 @@ class Walker:
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
         if shape.token_s:
-            self.tiers.loads.prefill.add(100, 0.0, 100 * shape.token_s)
+            self.tiers.loads.costs.prefill.add(100, 0.0, 100 * shape.token_s)
 
     def do(self, event: Event) -> None:
         name, number = event
@@ -325,7 +325,7 @@ class Walker:
 
     def host_memory_is_short(self, r: random.Random) -> None:
         """Somebody takes all of it, for a while."""
-        taken = self.tiers.host.take_private(self.tiers.host.slots.free, "somebody")
+        taken = self.tiers.host.take_private(self.tiers.host.pool.counts.free, "somebody")
         self.plan(r)
         self.stores_go_on(r)
         self.plan(r)

@@ -33,7 +33,8 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch
+from penstock.kv.tiers.loads import BlockLoad, Copy
+from penstock.kv.tiers.reads import Fetch
 from tests.pure.engine.scheduling.scheduler_device import BLOCK, EOS, SCOPE, Device, generate
 from tests.pure.engine.scheduling.scheduler_rules import (
     check_event,
@@ -132,7 +133,7 @@ class WatchedCache(KvCache):
     out."""
 
     def __init__(self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None) -> None:
-        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.loads)
+        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.wired)
         self._tables.watched = self  # type: ignore[attr-defined]
         self.world = world
         self.pool = pool
@@ -203,10 +204,10 @@ class WatchedCache(KvCache):
 
     def is_private(self, slot: int) -> bool:
         """Held by one table and without a key."""
-        return self.pool._book.holds.at[slot] == 1 and self.key_of(slot) is None
+        return self.pool.book.holds[slot] == 1 and self.key_of(slot) is None
 
     def key_of(self, slot: int) -> bytes | None:
-        return self.pool._index.key_of[slot]
+        return self.pool.index.key_of[slot]
 
 
 @dataclass
@@ -526,11 +527,11 @@ class World:
         for counts in self.cache.stats().slots.values():
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:
-            assert self.tiers.host.num_leases == 0, "a lease is left"
-            assert len(self.tiers.host._pool._idle.wants) == 0, (
+            assert len(self.tiers.host.leases) == 0, "a lease is left"
+            assert len(self.tiers.host.pool.idle.wants) == 0, (
                 "host blocks are wanted by somebody who has ended"
             )
-        assert len(self.cache.pool._idle.wants) == 0, "blocks are wanted by somebody who has ended"
+        assert len(self.cache.pool.idle.wants) == 0, "blocks are wanted by somebody who has ended"
         assert self.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 0, "retracted": 0}
 
     def close(self) -> None:
@@ -557,9 +558,9 @@ class World:
             if (key := self.cache.key_of(slot)) is not None:
                 self.device.check_sealed(self.device.arena, slot, key)
         if self.tiers is not None:
-            pool = self.tiers.host._pool
+            pool = self.tiers.host.pool
             assert sum(slots["host"]) == pool.num_slots
-            for slot, host_key in enumerate(pool._index.key_of):
+            for slot, host_key in enumerate(pool.index.key_of):
                 if host_key is not None:
                     self.device.check_sealed(self.device.host, slot, host_key)
         self.sound = True

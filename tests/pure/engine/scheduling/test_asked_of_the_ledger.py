@@ -93,7 +93,7 @@ def test_a_lease_and_a_want_know_how_late_their_request_runs(monkeypatch: pytest
     world.submit(A[:8], 1)
     world.finish()
     world.cache.reset(["device"])
-    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
     world.submit([2, 2, 2], 40, ignore_eos=True)
     planned(world)
     world.now_s = 5.0

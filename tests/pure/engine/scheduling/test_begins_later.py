@@ -30,7 +30,7 @@ def under_way(
     """A conversation of 7 blocks runs on a device of 16, of which three quarters are 12. `known` are cached
     there."""
     world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
-    world.scheduler._times = times = tiers_of(world).loads.prefill
+    world.scheduler._times = times = tiers_of(world).loads.costs.prefill
     if measured:
         times.add(100, 0.0, 100.0)
     for prompt in known:
@@ -125,7 +125,7 @@ def test_nobody_begins_later_in_order_of_arrival(measured: bool) -> None:
 
 def test_short_requests_that_run_and_long_ones_in_line_that_find_nothing_are_no_conversations() -> None:
     world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=BOUND_S)
-    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
     world.submit([2, 2], 5, ignore_eos=True)
     world.submit([3, 3], 5, ignore_eos=True)
     planned(world)
@@ -272,7 +272,7 @@ def crowd(seed: int) -> Counter[str]:
     r = random.Random(seed)
     bound_s, cold = r.choice([2.0, 20.0]), Cold(r.choice([9, 24]))
     world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=cold, max_overtaken_s=bound_s)
-    tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.1, 10.0, 100.0]))
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, r.choice([0.1, 10.0, 100.0]))
     talks: list[list[int]] = []
     for _ in range(r.randint(6, 16)):
         if not talks or r.random() < 0.5:

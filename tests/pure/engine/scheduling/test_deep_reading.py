@@ -10,7 +10,7 @@ import pytest
 from penstock.contract import KvSource
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import TransferFailed
-from penstock.kv.tiers import loads as loads_module
+from penstock.kv.tiers import reads as reads_module
 from tests.pure.engine.scheduling.scheduler_cases import shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
@@ -233,7 +233,7 @@ def test_one_that_waits_for_another_to_leave_host_memory_is_read_then(num_host: 
     fetch = world.scheduler._tracks[second].prefetch
     assert fetch is not None and world.state_of(first) == "running"
     if meanwhile == "reads end":
-        world.cache.loads.end_fetches(keeps=False)
+        world.cache.loads.reader.end_fetches(keeps=False)
     while meanwhile == "blocks go" and not fetch.settled:
         world.device.lanes.run_all()
         world.settle()
@@ -252,7 +252,7 @@ def test_what_is_kept_in_all_of_host_memory_makes_room_for_one_that_is_next() ->
         world.finish()
     world.cache.reset(["device"])
     wants = [world.cache.retain(world.cache.prefix_of(prompt), 1.0) for prompt in kept]  # type: ignore[arg-type]
-    assert tiers_of(world).host.num_spare == 0
+    assert tiers_of(world).host.pool.num_unwanted == 0
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     for _ in range(10):
         world.step()
@@ -277,7 +277,7 @@ def test_one_whose_reads_made_way_for_a_load_or_ended_by_a_reset_is_read_for_onc
     if is_reset:
         world.cache.reset(["device", "host"])
     else:
-        world.cache.loads.end_fetches()
+        world.cache.loads.reader.end_fetches()
     world.finish()
     assert source_of(world, deep).computed == 1
     world.close()
@@ -287,7 +287,7 @@ def test_one_that_is_next_is_read_for_while_as_much_is_read_ahead_as_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = on_disk()
-    monkeypatch.setattr(loads_module, "_FETCHES", 0)
+    monkeypatch.setattr(reads_module, "_FETCHES", 0)
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     world.close()
     assert source_of(world, deep).computed == 1

@@ -20,7 +20,7 @@ def two_that_run(
     """All rows are taken, one of them by a conversation that counts as dear; `known` are cached on the
     device."""
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
-    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()
@@ -128,7 +128,7 @@ def test_without_a_conversation_nobody_is_ever_held_back(monkeypatch: pytest.Mon
 def kept(world: World) -> int:
     """Blocks of the device that are wanted though nobody is in line."""
     assert not world.in_line()
-    return sum(want.num_blocks for want in world.cache.pool._idle.wants)
+    return sum(want.num_blocks for want in world.cache.pool.idle.wants)
 
 
 def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_come(
@@ -153,9 +153,9 @@ def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_
     world, talk = two_that_run(monkeypatch, C[:8])
     newest_s = max(asked.request.arrival_s for asked in world.asked.values())
     answer(world, talk)
-    (want,) = world.cache.pool._idle.wants
+    (want,) = world.cache.pool.idle.wants
     assert want.rank == newest_s
-    coldest = world.cache.pool.coldest(2)
+    coldest = world.cache.pool.keys(world.cache.pool.coldest(2))
     assert coldest == list(reversed(world.cache.prefix_of(C[:8]).keys)), "nobody wants those"
     world.close()
 

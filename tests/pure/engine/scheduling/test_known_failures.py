@@ -64,7 +64,7 @@ def test_two_waiting_requests_starve_each_other() -> None:
     first, second = world.submit(A[:12], 16, ignore_eos=True), world.submit(B[:12], 8, ignore_eos=True)
     world.plan()
     assert set(world.cache.tables) == {first}, "what waits holds nothing that the other needs"
-    assert tiers_of(world).host.num_leases == 1
+    assert len(tiers_of(world).host.leases) == 1
     world.close()
     assert [world.outcome(i)[1] for i in (first, second)] == [FinishReason.LENGTH] * 2
     assert [source_of(world, i).host for i in (first, second)] == [11, 11]
@@ -75,7 +75,7 @@ def test_echo_request_holds_a_prefix_it_cannot_use() -> None:
     world = remembered(A[:8])
     echo = world.submit(A[:8], 2, prompt_logprobs=1, ignore_eos=True)
     host = tiers_of(world).host
-    assert host.num_leases == 0 and host.slots.pinned == 0
+    assert len(host.leases) == 0 and host.pool.counts.pinned == 0
     assert shape(planned(world)) == [(echo, 0, 8)]
     world.close()
     assert source_of(world, echo) == KvSource(computed=8) and world.seen["promotion"] == 0
@@ -104,11 +104,12 @@ def test_cancelled_waiting_request_keeps_its_blocks() -> None:
     planned(world)
     waiting = world.submit(A[:8], LONG, ignore_eos=True)
     host = tiers_of(world).host
-    assert (host.num_spare, host.num_available) == (22, 24) and waiting not in world.cache.tables, (
-        "wanted, and not held"
-    )
+    assert (host.pool.num_unwanted, host.pool.num_available) == (
+        22,
+        24,
+    ) and waiting not in world.cache.tables, "wanted, and not held"
     world.cancel(waiting)
-    assert host.num_spare == 24 and host.num_leases == 0
+    assert host.pool.num_unwanted == 24 and len(host.leases) == 0
     world.cancel(busy)
     world.close()
 
@@ -153,8 +154,8 @@ def test_lease_leaked_on_the_failure_path() -> None:
     tiers.promotions.fail_next = 1
     world.device.lanes.run_all()
     world.settle()
-    assert tiers.saves.counts.failures == {("host", "copy"): 1}
-    assert tiers.host.slots.pinned == 0 and tiers.host.num_leases == 0
+    assert tiers.loads.mover.counts.failures == {"copy": 1}
+    assert tiers.host.pool.counts.pinned == 0 and len(tiers.host.leases) == 0
     world.close()
     assert source_of(world, request_id) == KvSource(computed=9)
 
@@ -234,10 +235,10 @@ def test_one_completion_flag_per_request_hides_an_earlier_transfer() -> None:
     assert len(tiers.saves.mover.flying) >= 2, "one transfer for each step that has sealed a block"
     for _ in range(2):
         tiers.launch("host")
-    while tiers.host.num_keys == 0:
+    while tiers.host.pool.num_keys == 0:
         assert tiers.move("host")
         world.settle()
-    assert len(tiers.saves.mover.flying) >= 1 and tiers.host.num_keys == 1
+    assert len(tiers.saves.mover.flying) >= 1 and tiers.host.pool.num_keys == 1
     world.cancel(request_id)
     world.settle()
     world.check()

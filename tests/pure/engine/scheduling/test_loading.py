@@ -293,7 +293,7 @@ def test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over() -> 
     assert len(tiers.saves.mover.flying)
     world.cancel("r0")
     world.close()
-    assert tiers.host.slots.reserved == 0
+    assert tiers.host.pool.counts.reserved == 0
 
 
 def test_a_tail_that_was_saved_half_full_gets_no_key() -> None:

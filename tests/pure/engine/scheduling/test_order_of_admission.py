@@ -34,7 +34,7 @@ def busy(*known: list[int], bound_s: float = BOUND_S, num_host: int = 24, **worl
     for prompt in known:
         made.submit(prompt, 1, ignore_eos=True)
         made.finish()
-    tiers_of(made).loads.prefill.add(100, 0.0, 100.0)
+    tiers_of(made).loads.costs.prefill.add(100, 0.0, 100.0)
     made.submit([2, 2, 2], 40, ignore_eos=True)
     planned(made)
     return made
@@ -91,7 +91,7 @@ def test_requests_that_find_nothing_keep_the_order_of_their_arrival() -> None:
 
 def test_where_nothing_was_measured_the_order_is_that_of_arrival() -> None:
     world = busy(A[:8])
-    tiers_of(world).loads.prefill = type(tiers_of(world).loads.prefill)()
+    tiers_of(world).loads.costs.prefill._sums = [0.0] * 5
     dear, cheap = world.submit(B, 1), later(world, 1.0, [*A[:8], 1], 1)
     assert order_of(world) == [dear, cheap]
     world.close()
@@ -200,7 +200,7 @@ def loses_what_was_found(world: World, monkeypatch: pytest.MonkeyPatch) -> list[
     def faulty(self: Running, track: Track, match: Match) -> bool:
         if match.num_colder and not lost:
             lost.append(track.request.id)
-            assert tiers_of(world).host.reset() > 0
+            assert tiers_of(world).host.pool.evict(99) > 0
         return fits(self, track, match)
 
     monkeypatch.setattr(Running, "fits", faulty)
@@ -249,7 +249,7 @@ def test_behind_those_that_wait_for_a_prefix_others_go_ahead_and_a_plan_looks_at
 
 
 def num_wants(world: World) -> tuple[int, int]:
-    return len(world.cache.pool._idle.wants), len(tiers_of(world).host._pool._idle.wants)
+    return len(world.cache.pool.idle.wants), len(tiers_of(world).host.pool.idle.wants)
 
 
 def _cancelled(world: World, waits: str) -> None:
@@ -296,7 +296,7 @@ def test_what_a_request_in_line_wants_is_wanted_until_it_leaves_the_line(
 
 def test_a_retracted_request_wants_what_was_saved_of_it_until_it_runs_again() -> None:
     world = World(num_slots=6, overcommit=3.0, cold=Cold(24), max_overtaken_s=BOUND_S)
-    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
     first, second = world.submit(A[:8], 9, ignore_eos=True), later(world, 1.0, B[:8], 9, ignore_eos=True)
     while world.state_of(second) != "retracted":
         world.step()
@@ -360,7 +360,7 @@ def answered(
     nothing is cached, is in line and fits from now on."""
     monkeypatch.setattr(conversations, "LONG_TOKENS", dear_tokens)
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
-    tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
     talk, _ = world.submit(A[:8], 2, ignore_eos=True), world.submit([2, 2, 2], 40, ignore_eos=True)
     planned(world)
     other = world.submit(B, 1)
@@ -418,7 +418,7 @@ def test_what_a_request_of_a_higher_priority_wants_is_forgotten_after_what_other
     urgent = later(world, 5.0, [*B[:8], 1], 1, priority=-1)  # it came later, and goes first
     world.plan()
     assert world.in_line() == [urgent, ordinary]
-    pool = world.cache.pool if tier == "device" else tiers_of(world).host._pool
+    pool = world.cache.pool if tier == "device" else tiers_of(world).host.pool
     assert pool.num_unwanted == pool.num_free and pool.evict(2) == 2
     assert [len(pool.find(world.cache.prefix_of(prompt[:8]).keys)) for prompt in (A, B)] == [0, 2]
     order_of(world)

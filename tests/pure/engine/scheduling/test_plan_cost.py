@@ -52,7 +52,7 @@ class Counted:
 
     def __init__(self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0, **limits: Any) -> None:
         self.pool = BlockPool(num_blocks, "device")
-        self.pool._index.slot_of = self.slots = CountingSlots()
+        self.pool.index.slot_of = self.slots = CountingSlots()
         self.cache = KvCache(self.pool, SCOPE)
         self.scheduler = Scheduler(
             self.cache,

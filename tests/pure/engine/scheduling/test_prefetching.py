@@ -10,7 +10,8 @@ import pytest
 from penstock.contract import KvSource
 from penstock.engine.scheduling import line
 from penstock.engine.scheduling.track import Track
-from penstock.kv.tiers.loads import BlockLoad, Fetch
+from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.tiers.reads import Fetch
 from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -53,7 +54,7 @@ def fetch_of(world: World, request_id: str) -> Fetch:
 
 
 def host_has(world: World, prompt: list[int]) -> list[bool]:
-    return [slot >= 0 for slot in tiers_of(world).host.find_each(world.cache.prefix_of(prompt).keys)]  # type: ignore[union-attr]
+    return [slot >= 0 for slot in tiers_of(world).host.pool.find_each(world.cache.prefix_of(prompt).keys)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("tier", ["ssd", "remote"])
@@ -238,5 +239,5 @@ def test_requests_in_line_leave_room_for_saves() -> None:
     line_of(world, B, *prompts)
     for _ in range(4):
         world.plan()
-    assert 0 < tiers_of(world).host.slots.reserved <= 4
+    assert 0 < tiers_of(world).host.pool.counts.reserved <= 4
     world.close()

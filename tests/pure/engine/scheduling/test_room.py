@@ -29,7 +29,7 @@ def full(num_host: int, **world: Any) -> World:
     made = World(
         num_slots=8, prefill_chunk=64, cold=Cold(num_host, postpones=True), max_overtaken_s=20.0, **world
     )
-    tiers_of(made).loads.prefill.add(100, 0.0, 1.0)
+    tiers_of(made).loads.costs.prefill.add(100, 0.0, 1.0)
     made.submit(C, 1, ignore_eos=True)
     made.finish()
     made.cache.reset(["device"])
@@ -104,8 +104,10 @@ def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> Non
     planned(world)
     waits = world.submit(D, 8, ignore_eos=True)  # six blocks: it has to wait for the end of the first
     left: list[int] = []
-    move = tiers_of(world).saves._move
-    tiers_of(world).saves._move = lambda slots: left.append(len(slots)) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    move = tiers_of(world).saves._save_slots
+    tiers_of(world).saves._save_slots = lambda slots, *args, **named: (
+        left.append(len(slots)) or move(slots, *args, **named)
+    )  # type: ignore[method-assign, func-returns-value]
     moved = []
     for _ in range(10):
         world.commit()
@@ -142,7 +144,7 @@ def lost_copies(world: World) -> list[bytes]:
     evict = pool.evict
 
     def watched(num_slots: int) -> int:
-        keys = pool.keys_of(pool.coldest_slots(num_slots))
+        keys = pool.keys(pool.coldest(num_slots, drops_wants=True))
         lost.extend(key for key, absent in zip(keys, host.absent(keys), strict=True) if absent)
         return evict(num_slots)
 
@@ -195,7 +197,7 @@ def test_answers_wait_for_nothing_and_take_nobodys_only_copy(monkeypatch: pytest
         world.device.lanes.run_all()
         world.settle()
         world.plan()
-    assert not lost and tiers_of(world).host.num_keys >= 2, "what had to go was saved in time"
+    assert not lost and tiers_of(world).host.pool.num_keys >= 2, "what had to go was saved in time"
     world.close()
 
 
@@ -307,7 +309,7 @@ def test_slots_are_not_made_free_out_of_what_the_next_one_has_itself(monkeypatch
     world = World(
         num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0
     )
-    tiers_of(world).loads.prefill.add(100, 0.0, 1.0)
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, 1.0)
     world.submit(B, 1, ignore_eos=True)
     world.finish()
     # four blocks, two at once; two slots are free then, and B has the others
@@ -329,8 +331,10 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
     of_d = world.cache.prefix_of(D)
     assert of_d is not None
     retained = world.cache.retain(of_d, -1e12)
-    move, moved = tiers_of(world).saves._move, list[int]()
-    tiers_of(world).saves._move = lambda slots: moved.extend(slots) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    move, moved = tiers_of(world).saves._save_slots, list[int]()
+    tiers_of(world).saves._save_slots = lambda slots, *args, **named: (
+        moved.extend(slots) or move(slots, *args, **named)
+    )  # type: ignore[method-assign, func-returns-value]
     again = world.submit([*B, 1], 8, ignore_eos=True)
     slots_of_d = world.cache.pool.find_each(of_d.keys)
     while world.outcome(again)[1] is None:
@@ -348,18 +352,18 @@ def watch_moves(world: World) -> None:
     """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody
     is admitted."""
     saves, moves = tiers_of(world).saves, Counter[int]()
-    move = saves._move
+    move = saves._save_slots
 
-    def counted(slots: Sequence[int]) -> None:
+    def counted(slots: Sequence[int], *args: object, **named: bool) -> None:
         world.seen["blocks that left"] += len(slots)
         if not world.cache.tables:
             moves[len(world.admitted)] += 1
             assert moves[len(world.admitted)] <= world.cache.num_blocks, (
                 "blocks are sent again and again, and nobody is admitted"
             )
-        move(slots)
+        move(slots, *args, **named)  # type: ignore[arg-type]
 
-    saves._move = counted  # type: ignore[method-assign]
+    saves._save_slots = counted  # type: ignore[method-assign]
 
 
 def crowd(seed: int) -> Counter[str]:
@@ -376,7 +380,7 @@ def crowd(seed: int) -> Counter[str]:
         cold=cold,
         max_overtaken_s=bound_s,
     )
-    tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
+    tiers_of(world).loads.costs.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
     watch_moves(world)
     for _ in range(r.randint(4, 14)):
         stem, max_tokens = r.choice([*STEMS, A, D]), r.randint(1, 9)

@@ -1,7 +1,7 @@
 """Which block is in which slot, and which must stay. Owns the pool of slots and its lock, and the scan that
 rebuilds the index at start from the files of an earlier process.
 
-Reader and writer lanes, callers of `find` and the scan share the index. Its methods take the lock for
+ColdReader and writer lanes, callers of `find` and the scan share the index. Its methods take the lock for
 bookkeeping only, never across I/O. A slot that is being written has no key; one that is being read is pinned;
 one whose head has not been read yet is withheld.
 """
@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
@@ -76,7 +75,7 @@ class SlotIndex:
         # during the scan: blocks used since the start, the latest last
         self._used: dict[bytes, None] | None = {}
         # Pinned by a want, like blocks of waiting requests; this index never evicts wanted blocks.
-        self._pinned = PinnedKeys(pool, lambda run: partial(pool.end_want, pool.want(run, 0.0)))
+        self._pinned = PinnedKeys(pool, lambda run: pool.want(run, 0.0).end)
 
     # ---------------------------------------------------------------------------------------------- questions
 
