@@ -143,7 +143,8 @@ class ColdRig:
         """The blocks in host memory."""
         slots, pin = self.slots.pin_each(self.keys, OWNER)
         yield [self.host.view(slot) for slot in slots]
-        self.slots.end_handles([pin])
+        if pin is not None:
+            pin.end()
 
     @contextmanager
     def room(self, checked_as: str | None) -> Iterator[Sequence[int]]:
@@ -157,7 +158,7 @@ class ColdRig:
         yield reservation.slots
         if checked_as is not None:
             self.check([self.host.view(slot) for slot in reservation.slots], checked_as)
-        self.slots.end_handles([reservation])
+        reservation.end()
 
     # -------------------------------------------------------------------------------------------------- waits
 

@@ -150,7 +150,7 @@ class KvCache(Ledger):
         pool = self._pool
         return CacheStats(
             slots={"device": pool.counts, **({HOST: self.host.pool.counts} if self.host.num_slots else {})},
-            cold={name: tier.calls.store.usage().as_dict() for name, tier in self.cold_tiers.items()},
+            cold={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
             num_tables=len(self._tables.open),
             num_keys=pool.num_keys,
             hits_total=self._tables.num_hits,
