@@ -268,7 +268,8 @@ class KvCache(Ledger):
         self._pool.check()
         self._tables.check()
         known = self.loads.pins() | self.saves.pins()
-        pins = [handle for handle in self._pool.handles if isinstance(handle, Pin)]
+        handles = () if self._closed else self._pool.handles
+        pins = [handle for handle in handles if isinstance(handle, Pin)]
         if unknown := [str(pin) for pin in pins if pin not in known]:
             raise InvariantBroken(f"nothing under way has these pins of the device: {', '.join(unknown)}")
         self.host.pool.check()
