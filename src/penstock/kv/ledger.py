@@ -192,11 +192,13 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------- tables
 
     @overload
-    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable: ...
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: None = None
+    ) -> BlockTable: ...
 
     @overload
     def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
     ) -> BlockTable | None: ...
 
     def open(

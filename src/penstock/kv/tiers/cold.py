@@ -24,7 +24,7 @@ from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.calls import Breaker, BreakerState, Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.policy import LinkRate
-from penstock.kv.tiers.store import BlockStore, Outcome
+from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
 
 log = logging.getLogger(__name__)
