@@ -36,8 +36,8 @@ LAYERS = (
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers",),
     (
-        "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.questions + "
-        "penstock.kv.snapshots",
+        "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
+        "penstock.kv.questions + penstock.kv.snapshots",
         "penstock.sanitizer",
     ),
     (

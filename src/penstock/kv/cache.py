@@ -150,7 +150,7 @@ class KvCache(Ledger):
         pool = self._pool
         return CacheStats(
             slots={"device": pool.counts, **({HOST: self.host.pool.counts} if self.host.num_slots else {})},
-            cold={name: tier.calls.store.usage().as_dict() for name, tier in self.cold_tiers.items()},
+            cold={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
             num_tables=len(self._tables.open),
             num_keys=pool.num_keys,
             hits_total=self._tables.num_hits,
@@ -268,7 +268,8 @@ class KvCache(Ledger):
         self._pool.check()
         self._tables.check()
         known = self.loads.pins() | self.saves.pins()
-        pins = [handle for handle in self._pool.handles if isinstance(handle, Pin)]
+        handles = () if self._closed else self._pool.handles
+        pins = [handle for handle in handles if isinstance(handle, Pin)]
         if unknown := [str(pin) for pin in pins if pin not in known]:
             raise InvariantBroken(f"nothing under way has these pins of the device: {', '.join(unknown)}")
         self.host.pool.check()

@@ -7,6 +7,7 @@ All calls come from the engine thread and never block; `prefix_of` and `lease` m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 from penstock import contract
 from penstock.contract import Adapter, Lease, Match, Prefix
@@ -189,6 +190,16 @@ class Ledger:
             self._pool.evict(self.saves.num_safe(num_short))
 
     # ------------------------------------------------------------------------------------------------- tables
+
+    @overload
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: None = None
+    ) -> BlockTable: ...
+
+    @overload
+    def open(
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    ) -> BlockTable | None: ...
 
     def open(
         self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None

@@ -30,7 +30,7 @@ from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import StoreFailed
-from penstock.kv.tiers.host import HostTier
+from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.store import Envelope, Outcome
 from penstock.models.progress import silent
@@ -163,7 +163,7 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
 
 def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
     kept = []
-    monkeypatch.setattr(HostTier, "end_lease", lambda self, lease: kept.extend({lease} & self._leases.keys()))
+    monkeypatch.setattr(HostLease, "end", lambda self: kept.extend({self} & self._tier.leases.keys()))
     monkeypatch.setattr(HostTier, "expire", lambda self: None)
     assert any("leases are open" in violation for violation in run(seen=lambda engine: bool(kept)).violations)
 

@@ -87,12 +87,12 @@ def test_a_name_that_is_in_use_is_refused_and_its_first_owner_goes_on(
             prompts(40), SamplingParams(max_tokens=3, ignore_eos=True), listener.append, request_id="same"
         )
     cache = engine.cache
-    assert len(cache.saves.host.leases) == 2, "each has what host memory has of its prompt"
+    assert len(cache.host.leases) == 2, "each has what host memory has of its prompt"
     run_all(engine)
     assert [event.finish for event in second] == [FinishReason.ERROR] and second[0].error == (
         "request id same is in use"
     )
-    assert first[-1].finish is FinishReason.LENGTH and len(cache.saves.host.leases) == 0
+    assert first[-1].finish is FinishReason.LENGTH and len(cache.host.leases) == 0
 
 
 # ---------------------------------------------------------------------------------------------- whoever waits

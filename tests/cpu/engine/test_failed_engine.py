@@ -154,7 +154,7 @@ def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_l
     settle_all(engine)
     engine.cache.reset(("device",))
     found = submit(engine, prompts(100))
-    assert len(engine.cache.saves.host.leases) == 1
+    assert len(engine.cache.host.leases) == 1
     monkeypatch.setattr(engine._parts.scheduler, "add", burst)
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
@@ -164,7 +164,7 @@ def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_l
         and found.finish is FinishReason.ERROR
         and ("the device is gone") in str(found.error)
     )
-    assert len(engine.cache.saves.host.leases) == 0
+    assert len(engine.cache.host.leases) == 0
     engine.close(20.0)
 
 
@@ -404,6 +404,6 @@ def test_a_submit_that_is_refused_at_the_last_moment_keeps_nothing(
     with pytest.raises((EngineClosed, InvalidRequest)):
         engine.submit(prompts(100), PARAMS, told.append, adapter=adapter)
     assert engine.adapters._num_holds[adapter.digest] == 0, "its adapter's hold"
-    assert len(engine.cache.saves.host.leases) == 0, "its lease"
+    assert len(engine.cache.host.leases) == 0, "its lease"
     assert told == [] and len(engine._inbox) == 0
     engine.close(20.0)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
-from penstock.kv.blocks import handles, key, slots
+from penstock.kv.blocks import handles, key
 from penstock.kv.tiers import host, saves
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.cpu.engine.test_tiers import forget
@@ -18,7 +18,7 @@ from tests.support.driving import generate, settle_all
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-LIMITS = {handles._FIRST_ROOM, slots.FEW, key._STRETCH, saves._PART_BLOCKS, host._PIECE}
+LIMITS = {handles._FIRST_ROOM, 32, key._STRETCH, saves._PART_BLOCKS, host._PIECE}
 BLOCK = 8
 NUM_BLOCKS = sorted(
     {num for limit in LIMITS for num in (limit - 1, limit, limit + 1)} | {2 * max(LIMITS) + 1}
@@ -68,7 +68,7 @@ def test_the_oldest_of_two_long_prefixes_goes_first_and_from_its_end(
     make_engine: MakeEngine, prompts: Prompts
 ) -> None:
     """Runs of slots that are arrays, and runs that are lists."""
-    for num in (slots.FEW - 1, slots.FEW + 1):
+    for num in (31, 33):
         engine = make_engine(blocks=3 * num, block_tokens=BLOCK, prefill_chunk=512)
         first, second, third = (prompts(num * BLOCK, seed) for seed in range(3))
         for prompt in (first, second, first, third[: (num - 5) * BLOCK]):

@@ -744,11 +744,11 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     pin = engine.cache.loads._host.pin_run(kept.keys, "test")
     assert pin is not None and len(pin.run) == len(kept.keys)
     keys = (
-        host[pin.array.tolist(), :num_layers, 0]
+        host[pin.run.tolist(), :num_layers, 0]
         .transpose(0, 1)
         .reshape(num_layers, num_parts, 64, *host.shape[4:])
     )
-    engine.cache.loads._host.end_handles([pin])
+    pin.end()
     assert torch.equal(low, keys.amin(2)) and torch.equal(high, keys.amax(2))
 
 

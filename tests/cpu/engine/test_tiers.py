@@ -490,7 +490,7 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     forget(engine)
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
     # it is seen to be over only later
-    monkeypatch.setattr(Transfer, "over", lambda self: self._launched and engine.stats().steps > 3)
+    monkeypatch.setattr(Transfer, "over", lambda self: self.arrivals is not None and engine.stats().steps > 3)
     generate(engine, prompts(90), max_tokens=4)
     said = [report.sentence for report in sanitizer.reports]
     assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said
@@ -574,7 +574,7 @@ def test_bytes_that_change_while_they_are_in_host_memory_are_reported(
     forget(engine)
     prefix = engine.cache.prefix_of(prompts(80))
     assert prefix is not None
-    (slot,) = cache.saves._host.pool.find_each(prefix.keys[2:3])
+    (slot,) = cache.host.pool.find_each(prefix.keys[2:3])
     host = cache.saves.mover.copier._ends.tensors[1].data_ptr()  # type: ignore[attr-defined]
     ctypes.memset(host + slot * cache.saves.layout.block_bytes + 100, 7, 1)
     generate(engine, prompts(80), max_tokens=1)

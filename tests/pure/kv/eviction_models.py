@@ -21,7 +21,7 @@ class LruModel:
     def hit(self, slots: Sequence[int]) -> None: ...
 
     def add(self, slots: Sequence[int]) -> None:
-        self.idle += slots
+        self.idle += map(int, slots)
 
     def remove(self, slots: Sequence[int]) -> None:
         self.idle = [slot for slot in self.idle if slot not in slots]

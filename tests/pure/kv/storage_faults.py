@@ -13,7 +13,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
-from penstock.kv.tiers.reads import Fetch, Reader, Reads
+from penstock.kv.tiers.reads import ColdReader, Fetch, Reads
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.tiers.writeback import Writeback
 
@@ -55,9 +55,9 @@ def promotes_blocks_before_they_are_read(patch: Patch) -> None:
 
 def goes_on_behind_a_block_that_is_missing(patch: Patch) -> None:
     """Its place in the table is filled with whatever follows."""
-    take_in = Reader._take_in
+    take_in = ColdReader._take_in
 
-    def faulty(self: Reader, load: Reads) -> None:
+    def faulty(self: ColdReader, load: Reads) -> None:
         limit = load.limit
         take_in(self, load)
         if load.limit < limit and isinstance(load, BlockLoad):
@@ -66,7 +66,7 @@ def goes_on_behind_a_block_that_is_missing(patch: Patch) -> None:
                     load.came(block, load.sources[0] if load.sources[0] >= 0 else 0)
             load.limit = limit
 
-    patch.setattr(Reader, "_take_in", faulty)
+    patch.setattr(ColdReader, "_take_in", faulty)
 
 
 def gives_keys_behind_a_part_that_failed(patch: Patch) -> None:
@@ -122,11 +122,11 @@ def reads_into_slots_that_it_gives_back_with_its_table(patch: Patch) -> None:
 
 
 def keeps_room_that_it_does_not_read_into(patch: Patch) -> None:
-    def faulty(self: Reader, reads: Reads) -> None:
+    def faulty(self: ColdReader, reads: Reads) -> None:
         if reads.ended:
             reads.unread.clear()
 
-    patch.setattr(Reader, "read_no_further", faulty)
+    patch.setattr(ColdReader, "read_no_further", faulty)
 
 
 def keeps_what_a_fetch_has_landed(patch: Patch) -> None:
@@ -136,14 +136,14 @@ def keeps_what_a_fetch_has_landed(patch: Patch) -> None:
 
 
 def gives_back_what_a_fetch_reads_into(patch: Patch) -> None:
-    advance = Reader._advance
+    advance = ColdReader._advance
 
-    def faulty(self: Reader, fetch: Fetch) -> None:
+    def faulty(self: ColdReader, fetch: Fetch) -> None:
         while fetch.ended and fetch.staged:
             self._host.drop(fetch.staged.popleft().taken)
         advance(self, fetch)
 
-    patch.setattr(Reader, "_advance", faulty)
+    patch.setattr(ColdReader, "_advance", faulty)
 
 
 def forgets_loads_that_share_what_a_fetch_reads(patch: Patch) -> None:
@@ -151,7 +151,7 @@ def forgets_loads_that_share_what_a_fetch_reads(patch: Patch) -> None:
 
 
 def fetches_more_than_its_share_of_host_memory(patch: Patch) -> None:
-    patch.setattr(Reader, "_num_fetchable", lambda self, is_next=False: self._host.pool.num_unwanted)
+    patch.setattr(ColdReader, "_num_fetchable", lambda self, is_next=False: self._host.pool.num_unwanted)
 
 
 def forgets_what_protected_its_sources(patch: Patch) -> None:

@@ -23,13 +23,13 @@ from hypothesis.stateful import (
 
 from penstock.contract import Fence, Match, Prefix
 from penstock.errors import PenstockError
-from penstock.kv import cache as cache_module
+from penstock.kv import ledger as ledger_module
 from penstock.kv import table as table_module
 from penstock.kv.blocks.eviction import LruOrder
 from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotCounts
+from penstock.kv.blocks.slots import SlotCounts, as_run
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from tests.pure.kv.kv_fakes import FakeFence, FakeLane
@@ -339,7 +339,7 @@ def matches_beyond_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         BlockPool,
         "find",
-        lambda self, keys, like=None: [slot for key in keys for slot in self._index.find([key])],
+        lambda self, keys, like=None: as_run([slot for slot in self.find_each(keys) if slot >= 0]),
     )
 
 
@@ -350,7 +350,7 @@ def keys_that_ignore_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
             table_module.block_key(None, tokens[start : start + block_tokens], scope) for start in full
         )
 
-    monkeypatch.setattr(cache_module, "prefix_keys", faulty)
+    monkeypatch.setattr(ledger_module, "prefix_keys", faulty)
 
 
 def frees_the_deepest_block_last(monkeypatch: pytest.MonkeyPatch) -> None:

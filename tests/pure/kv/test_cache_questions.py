@@ -339,7 +339,7 @@ def test_in_units_of_two_a_block_waits_for_the_one_behind_it_which_is_saved_once
     assert table.page_out(2, None, unit=2) == 0 and table.num_paged == 0
     rig.finish()
     assert table.page_out(3, None, unit=2) == 2 == table.num_paged
-    assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
+    assert rig.saves.mover.counts.num_blocks == (3 + 1)
     table.release(None)
     rig.end()
 
@@ -354,7 +354,7 @@ def test_of_what_is_to_be_paged_out_that_is_saved_once_more_which_host_memory_la
     assert table.page_out(3, None) == 1
     rig.finish()
     assert table.page_out(3, None) == 2
-    assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
+    assert rig.saves.mover.counts.num_blocks == (3 + 1)
     assert rig.in_host([*keys]) == [tuple(THREE[at : at + BLOCK]) for at in (0, 4, 8)]
     table.release(None)
     rig.end()

@@ -89,7 +89,8 @@ def test_a_lease_wants_nothing_any_more(way: str) -> None:
             "what it was not admitted with is nobody's"
         )
     elif way == "take":
-        rig.host.end_handles(lease.take() or ())
+        for handle in lease.take() or ():
+            handle.end()
     lease.end()
     assert rig.host.pool.num_unwanted == rig.host.num_slots and len(rig.host.leases) == 0
     rig.end()

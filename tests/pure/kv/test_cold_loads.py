@@ -8,8 +8,6 @@ import pytest
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.tiers import host
-from penstock.kv.tiers.host import HostLease
 from tests.pure.kv.stacked_rig import GROUP, PART, Stacked
 from tests.pure.kv.storage_faults import lets_go_of_what_it_read_when_its_table_ends
 
@@ -329,22 +327,3 @@ def test_a_part_that_cannot_be_sent_ends_it() -> None:
     rig.read(1)
     assert load.settled and load.num_landed == 2 and isinstance(load.error(), TransferFailed)
     rig.end(table)
-
-
-def test_what_a_lease_covers_is_counted_again_when_it_has_changed_and_not_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever waits for memory asks in every plan."""
-    rig = Stacked("remote")
-    rig.remembered(EIGHT, tiers=("remote",))
-    lease = rig.cache.lease("request", rig.prefix(EIGHT))
-    assert isinstance(lease, HostLease) and lease.runs_from(0) == []
-    rig.run("ask remote")
-    counted: list[int] = []
-    count = host.runs_of
-    monkeypatch.setattr(host, "runs_of", lambda tiers: counted.append(1) or count(tiers))
-    for _ in range(5):
-        assert lease.runs_from(0) == [("remote", EIGHT)] and lease.num_from(0) == EIGHT
-    assert counted == [1] and lease.runs_from(3) == [("remote", EIGHT - 3)]
-    lease.end()
-    rig.end()

@@ -98,16 +98,6 @@ def test_a_flush_loses_nothing_where_a_copy_to_host_memory_failed_before() -> No
     rig.end()
 
 
-def test_with_reuse_blocks_are_written_that_come_to_the_device_ahead_of_their_request() -> None:
-    rig = Stacked(admission="reuse")
-    rig.remembered(4)
-    assert not rig.stores["ssd"].blocks
-    assert rig.cache.promote_ahead("request", rig.prefix(4), 0, 2) is not None
-    rig.flow()
-    assert rig.store_has(rig.keys(4)) == [True, True, False, False]
-    rig.end()
-
-
 @pytest.mark.parametrize("postpones", [False, True])
 def test_nobody_who_waits_for_blocks_in_host_memory_keeps_others_from_the_disk(postpones: bool) -> None:
     rig = Stacked(num_host=4)
@@ -314,7 +304,7 @@ def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
 def test_an_answer_is_as_old_as_its_lease_may_be() -> None:
     rig = Stacked("remote")
     lease = asked(rig)
-    rig.host._clock = lambda: 1e9
+    rig.host.clock = lambda: 1e9
     rig.cache.settle()
     assert lease.expired
     rig.put("remote", rig.keys(4))

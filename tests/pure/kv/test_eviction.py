@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import blake2b
@@ -181,7 +182,7 @@ def test_ranking_blocks_by_their_own_depth_would_break_prefixes(monkeypatch):
 
     def by_depth(self, slots):
         for slot in slots:
-            original(self, [slot])
+            original(self, as_run([slot]))
 
     original = CostOrder.add
     monkeypatch.setattr(CostOrder, "add", by_depth)
@@ -189,7 +190,7 @@ def test_ranking_blocks_by_their_own_depth_would_break_prefixes(monkeypatch):
     keys = [key("chain", depth) for depth in range(8)]
     run(pool, keys)
     run(pool, [key("other")])
-    assert pool.find(keys) == [] and pool.num_keys == 8
+    assert not len(pool.find(keys)) and pool.num_keys == 8
 
 
 # -------------------------------------------------------------------------------------------------- returning
@@ -317,7 +318,7 @@ def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_anothe
 
 def test_as_many_keys_are_remembered_as_there_are_places():
     seen = eviction.SeenKeys(8)
-    keys = [eviction._HALVES.pack(place, place + 1) for place in range(eviction.KEYS_PER_SLOT * 8)]
+    keys = [struct.pack("=2Q", place, place + 1) for place in range(eviction.KEYS_PER_SLOT * 8)]
     assert not any(seen.add(keys))
     assert all(seen.add([one]) == [True] for one in keys)
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from penstock.kv.blocks.slots import as_run
 from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
 from tests.pure.kv.test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
@@ -92,7 +93,8 @@ def test_leases_that_run_out_are_counted_each_and_those_that_end_in_time_are_not
         and second.expired
         and not (ended.expired or read.expired)
     )
-    tier.end_handles(handles or [])
+    for handle in handles or ():
+        handle.end()
     tier.close()
 
 
@@ -169,9 +171,9 @@ def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_a
     wrong one."""
     tier = new_tier(num_slots=4)
     fill(tier, KEYS[:4])
-    stays = tier.WANT(KEYS[:2], 5.0)
-    moves = tier.WANT(KEYS[2:4], 1.0)
-    assert tier.WANT(KEYS[2:4], 9.0, moves) is moves and moves.rank == 9.0
+    stays = tier.pool.want(as_run(tier.pool.find_each(KEYS[:2])), 5.0)
+    moves = tier.pool.want(as_run(tier.pool.find_each(KEYS[2:4])), 1.0)
+    assert tier.pool.want(as_run(tier.pool.find_each(KEYS[2:4])), 9.0, moves) is moves and moves.rank == 9.0
     tier.land(tier.take(KEYS[10:12], range(2), "demote", Displaces.ANYTHING))
     assert tier.pool.find_each(KEYS[2:4]) == [ABSENT, ABSENT] and ABSENT not in tier.pool.find_each(KEYS[:2])
     stays.end()

@@ -97,8 +97,8 @@ def test_a_claimed_block_is_never_evicted() -> None:
     lease = leased(tier, KEYS[:2])
     assert lease.claim(0, 2)
     fill(tier, KEYS[10:14])
-    assert [tier.has_each([key])[0] for key in KEYS[:2]] == [True, True] and not any(map(tier.has, KEYS[2:4]))
-    assert tier.pool.evict(99) == 2 and all(map(tier.has, KEYS[:2]))
+    assert [tier.has_each([key])[0] for key in KEYS[:2]] == [True, True] and not any(tier.has_each(KEYS[2:4]))
+    assert tier.pool.evict(99) == 2 and all(tier.has_each(KEYS[:2]))
     lease.end()
     assert tier.pool.evict(99) == 2 and tier.pool.num_keys == 0
 
@@ -108,7 +108,7 @@ def test_a_wanted_block_is_forgotten_after_all_others_and_no_save_takes_its_plac
     fill(tier, KEYS[:4])
     lease = leased(tier, KEYS[:2])
     fill(tier, KEYS[10:14])
-    assert [tier.has_each([key])[0] for key in KEYS[:2]] == [True, True] and not any(map(tier.has, KEYS[2:4]))
+    assert [tier.has_each([key])[0] for key in KEYS[:2]] == [True, True] and not any(tier.has_each(KEYS[2:4]))
     assert tier.counts.skipped_full == 2 and tier.pool.num_unwanted == 2
     lease.refresh()
     assert lease.num_from(0) == 2
@@ -162,7 +162,8 @@ def test_what_a_transfer_reads_has_left_its_lease_and_does_not_expire() -> None:
     tier.expire()
     lease.end()
     assert tier.pool.counts.pinned == 2 and not lease.expired, "its time is no business of the transfer's"
-    tier.end_handles(kept)
+    for handle in kept:
+        handle.end()
     assert tier.pool.counts.idle == 2
     tier.close()
 
@@ -191,7 +192,7 @@ def test_a_block_is_found_when_it_has_landed_and_not_before() -> None:
     assert coming.places == [0, 1] and tier.pool.counts.reserved == 2
     assert tier.pool.num_keys == 0 and tier.lease(KEYS[:2], "request") is None
     tier.land(coming)
-    assert all(map(tier.has, KEYS[:2])) and tier.slots == SlotCounts(
+    assert all(tier.has_each(KEYS[:2])) and tier.pool.counts == SlotCounts(
         free=6, reserved=0, active=0, pinned=0, idle=2
     )
     assert tier.counts.landed == 2
@@ -238,8 +239,8 @@ def test_room_for_one_request_alone_is_all_or_nothing_and_never_found() -> None:
     private = tier.take_private(2, "retract")
     assert private is not None and tier.take_private(2, "retract") is None
     assert tier.counts.skipped_full == 2 and tier.pool.num_keys == 0
-    lease = HostLease(tier, "request", list(private.slots), 20)
-    tier.keep(lease, private)
+    lease = HostLease(tier, "request", private.run, 20)
+    lease.open(0, private)
     assert len(tier.leases) == 1
     lease.end()
     assert tier.pool.counts.free == 3

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.kv import transfer as mover
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers import loads, saves
+from penstock.kv.tiers import loads, reads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
 from penstock.testing.stores import HandClock
@@ -24,7 +24,7 @@ FIRST, SECOND = list(range(8)), list(range(100, 108))  # two blocks each
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     clock = HandClock()
-    for module in (mover, loads, saves):
+    for module in (mover, loads, reads, saves):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 

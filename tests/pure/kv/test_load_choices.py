@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.contract import Match
-from penstock.kv.tiers import loads
+from penstock.kv.tiers import reads
 from penstock.kv.tiers.host import HostLease
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, Rig
@@ -62,7 +62,7 @@ def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_fa
     limits = rig.saves.limits
     measured(rig)
     assert limits.load_always and not rig.saves.limits.load_always
-    for chosen, expected in ((rig.saves.limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, loads._PATIENCE_S)):
+    for chosen, expected in ((rig.saves.limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, reads.PATIENCE_S)):
         rig.set_limits(chosen)
         lease = rig.cache.lease("request", rig.prefix(1))
         assert isinstance(lease, HostLease)

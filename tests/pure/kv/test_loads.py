@@ -195,7 +195,7 @@ def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> 
     rig.pool.evict(8)
     lease = retracted(rig, 2, 1, 9)
     rig.land()
-    assert rig.saves.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes
+    assert rig.saves.mover.counts.num_blocks == 3
     rig.save(KEYS[5:7], "other").end()
     assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
     lease.end()
@@ -226,7 +226,7 @@ def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
     lease = rig.saves.retract(hold, 3, KEYS[:2], 9, None)
     hold.end()
     rig.land()
-    assert rig.saves.counts.bytes["device", "host"] == 3 * LAYOUT.block_bytes and lease.num_from(0) == 3
+    assert rig.saves.mover.counts.num_blocks == 3 and lease.num_from(0) == 3
     lease.end()
     rig.close()
 

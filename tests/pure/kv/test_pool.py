@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ConfigError, HandleEnded, IllegalTransition, InvariantBroken, Leaked
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.pool import BlockPool, LastUse
-from penstock.kv.blocks.slots import SlotCounts
+from penstock.kv.blocks.slots import SlotCounts, as_run
 from tests.pure.kv.kv_fakes import FakeLane, Heard
 
 KEYS = [bytes([i]) * 16 for i in range(32)]
@@ -280,7 +280,7 @@ def test_an_order_that_offers_a_protected_block_is_stopped_by_the_transition_tab
         pool.pin(slots, "demote")
     else:
         slots = list(pool.try_reserve(1, "promote").slots)
-    pool.idle.add(slots)
+    pool.idle.add(as_run(slots))
     with pytest.raises(IllegalTransition, match="EVICT"):
         pool.evict(2)
 
@@ -484,7 +484,7 @@ def test_an_observer_hears_who_gets_and_gives_back_slots_also_where_their_state_
     for handle in (*pins, shared):
         handle.end()
     pool.close()
-    lent = [("lent", (1,), "b"), ("lent", (1,), "c"), ("lent", (0,), "d")]
+    lent = [("lent", (1,), "b"), ("lent", (1,), "c"), ("lent", (0,), "d"), ("lent", (0,), "e")]
     returned = [("returned", (0,), "e", None), ("returned", (0, 1), "a", fence)]
     returned += [("returned", (1,), "b", None), ("returned", (1,), "c", None), ("returned", (0,), "d", None)]
     assert [event for event in heard.handed_over if event[1]] == lent + returned
@@ -503,8 +503,8 @@ def test_an_observer_hears_of_handles_that_a_close_finds():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda pool: pool.book.holds.at.__setitem__(0, 2),
-        lambda pool: pool.book.pins.at.__setitem__(3, 1),
+        lambda pool: pool.book.holds.__setitem__(0, 2),
+        lambda pool: pool.book.pins.__setitem__(3, 1),
         lambda pool: pool.book.num_in.__setitem__(0, 2),
         lambda pool: pool._free.append(0),
         lambda pool: pool.idle.pop(1),

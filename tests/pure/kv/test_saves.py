@@ -80,9 +80,7 @@ def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> 
     rig.saves.save(KEYS[:9], None)
     assert next(offered(save) for save in rig.saves.mover.flying) == KEYS[2:4], "what was offered goes first"
     rig.land()
-    assert rig.saves.counts.bytes["device", "host"] == 6 * LAYOUT.block_bytes, (
-        "each once, and none that nobody has"
-    )
+    assert rig.saves.mover.counts.num_blocks == 6, "each once, and none that nobody has"
     assert rig.in_host(KEYS[:9]) == [*KEYS[:6], None, None, None]
     assert rig.pool.find_each(KEYS[4:6]) == list(alone.slots), "they stay on the device"
     assert rig.pool.counts.pinned == rig.host.pool.counts.pinned == 0
@@ -147,7 +145,7 @@ def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_wait
         rig.saves.submit()
     assert not rig.saves.mover.flying and not rig.saves.pins() and rig.saves.num_late == 3
     hold.end()
-    assert rig.pool.counts.idle == 3 and not rig.pool.pins()
+    assert rig.pool.counts.idle == 3 and rig.pool.counts.pinned == 0
     rig.close()
 
 

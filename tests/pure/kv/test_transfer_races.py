@@ -12,7 +12,7 @@ import pytest
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.blocks.key import Scope
-from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.pool import BlockPool, LastUse
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.table import BlockTable
@@ -315,26 +315,28 @@ def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     """Of slots that somebody flushes; at the end of a program everything is waited for."""
     touches = Transfer.touches
     monkeypatch.setattr(
-        Transfer, "touches", lambda self, slots: touches(self, slots) and (slots is None or self._launched)
+        Transfer,
+        "touches",
+        lambda self, slots: touches(self, slots) and (slots is None or self.arrivals is not None),
     )
 
 
 def a_move_that_knows_no_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "last_use", lambda self, slots: ())
+    monkeypatch.setattr(LastUse, "after", lambda self, slots: ())
 
 
 def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = Saves._move
+    move = Saves._save_slots
 
-    def faulty(self: Saves, slots: Sequence[int]) -> None:
-        move(self, slots)
+    def faulty(self: Saves, slots: Sequence[int], *args: object, **named: bool) -> None:
+        move(self, slots, *args, **named)  # type: ignore[arg-type]
         transfer = self.mover.flying[-1]
         for pin in transfer.pins:
             pin.end()
         assert isinstance(transfer, Save)
         transfer.pins, transfer.moves, self._num_moving = [], False, 0
 
-    monkeypatch.setattr(Saves, "_move", faulty)
+    monkeypatch.setattr(Saves, "_save_slots", faulty)
 
 
 PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {

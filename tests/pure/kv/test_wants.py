@@ -58,11 +58,11 @@ def test_a_block_that_two_want_is_wanted_until_both_have_ended() -> None:
     put(pool, KEYS[10:12])
     for first_ends in (True, False):
         wants = [pool.want(pool.find(KEYS[:2]), 1.0), pool.want(pool.find(KEYS[:2]), 2.0)]
-        pool.end_want(wants.pop(0 if first_ends else 1))
+        wants.pop(0 if first_ends else 1).end()
         assert (
             pool.num_unwanted == 2 and pool.coldest(2, drops_wants=True) == pool.find_each(KEYS[10:12])[::-1]
         )
-        pool.end_want(wants.pop())
+        wants.pop().end()
         assert pool.num_unwanted == 4
 
 
@@ -70,7 +70,7 @@ def test_nobody_wants_what_comes_into_a_slot_next() -> None:
     pool = BlockPool(2, "device")
     slots = put(pool, KEYS[:2])
     want = pool.want(pool.find(KEYS[:2]), 1.0)
-    pool.forget_idle(slots, 2)
+    pool.evict_these(slots, 2)
     assert sorted(put(pool, KEYS[10:12])) == sorted(slots)
     assert pool.num_unwanted == 2 and want.gone.all()
     want.end()
@@ -99,12 +99,12 @@ def test_wanted_or_not_the_last_idle_ones_are_forgotten_and_no_more() -> None:
     pool = BlockPool(5, "device")
     slots = put(pool, KEYS[:4])
     want, pin = pool.want(pool.find(KEYS[:4]), 1.0), pool.pin(slots[3:], "transfer")
-    assert pool.forget_idle(slots, 0) == 0 and pool.forget_idle(slots, -1) == 0
-    assert pool.forget_idle(slots, 2) == 2
+    assert pool.evict_these(slots, 0) == 0 and pool.evict_these(slots, -1) == 0
+    assert pool.evict_these(slots, 2) == 2
     assert pool.find_each(KEYS[:4]) == [slots[0], -1, -1, slots[3]], "what a transfer uses stays"
     assert want.gone.tolist() == [False, True, True, False]
     pin.end()
-    assert pool.forget_idle(slots, 9) == 2
+    assert pool.evict_these(slots, 9) == 2
     want.end()
     pool.check()
 
@@ -113,7 +113,7 @@ def test_the_coldest_are_those_that_would_be_evicted() -> None:
     pool = BlockPool(6, "device")
     first, second, third = (put(pool, KEYS[i : i + 2]) for i in (0, 10, 20))
     wants = [pool.want(pool.find(KEYS[:2]), 1.0), pool.want(pool.find(KEYS[10:12]), 2.0)]
-    assert pool.coldest(2, drops_wants=True) == third[::-1] and all(map(pool.protects, wants))
+    assert pool.coldest(2, drops_wants=True) == third[::-1] and all(want.protects for want in wants)
     assert pool.coldest(3, drops_wants=True) == [*third[::-1], second[1]] and [
         want.protects for want in wants
     ] == [
@@ -145,7 +145,7 @@ def test_a_block_that_came_back_to_another_place_is_wanted_there() -> None:
     pool = BlockPool(8, "device")
     slots = put(pool, KEYS[:3])
     want = pool.want(pool.find(KEYS[:3]), 1.0)
-    pool.forget_idle(slots, 1)
+    pool.evict_these(slots, 1)
     other = put(pool, KEYS[100:101])
     hold = pool.hold("runs", other)
     back = put(pool, KEYS[2:3], depth=2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -218,7 +218,8 @@ class LruOrder:
         self._enqueue(slots, 0)
 
     def remove(self, slots: Run) -> None:
-        found = Counter(self._lot_of[slots].tolist())
+        lots, nums = np.unique(self._lot_of[slots], return_counts=True)
+        found = dict(zip(lots.tolist(), nums.tolist(), strict=True))
         if 0 in found:
             raise InvariantBroken(f"{found[0]} of {len(slots)} slots are to be used again, and are not idle")
         self._lot_of[slots] = 0

@@ -108,12 +108,12 @@ class SlotBook:
         """Raise unless `event` is legal for every one of the distinct `slots`; changes nothing."""
         if not len(slots):
             return
-        plain = slots.tolist()
-        if min(plain) < 0 or max(plain) >= len(self.state):
+        ordered = np.sort(slots)
+        if ordered[0] < 0 or ordered[-1] >= len(self.state):
             raise InvariantBroken(
-                f"pool {self._pool!r} has slots 0 to {len(self.state) - 1}, got {min(plain)} to {max(plain)}"
+                f"pool {self._pool!r} has slots 0 to {len(self.state) - 1}, got {ordered[0]} to {ordered[-1]}"
             )
-        if len(set(plain)) != len(plain):
+        if (ordered[1:] == ordered[:-1]).any():
             raise InvariantBroken(f"pool {self._pool!r}: a run of slots to {event.name} names a slot twice")
         for old in self._num_by_state(slots):
             if old not in TRANSITIONS[event]:

@@ -23,6 +23,7 @@ from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.calls import Breaker, BreakerState, Span, StoreCalls, StoreGroup, Tally, Way
+from penstock.kv.tiers.policy import LinkRate
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
 
@@ -159,7 +160,9 @@ class Writing:
         keys: Sequence[bytes],
         outcomes: list[Outcome],
         groups: Sequence[StoreGroup],
+        is_reset: bool = False,
     ) -> None:
+        self.is_reset = is_reset
         self.handle = handle  # protects the slots; None: there are none
         self.keys = keys  # all offered keys
         self.settled = False  # seen to be over, by `settle`
@@ -223,13 +226,9 @@ class ColdTier:
         tally = Tally(view(0).nbytes, clock)
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
         self.name = store.name
-        self.local = store.local  # it answers from memory
         self.counts = tally  # its figures
-        self.rate = tally.rate  # of reads
         # A test may replace the store before the first call, to make it fail.
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
-        # blocks best read or written together
-        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)
         self._lanes = lanes
         self._limits = limits
         self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
@@ -239,12 +238,26 @@ class ColdTier:
         self.readings: deque[StoreGroup] = deque()  # that `settle` has not seen end
         self.writings: deque[Writing] = deque()  # that `settle` has not returned
         self._settled: list[Writing] = []  # to be returned
-        self._resets: list[Writing] = []  # not settled
         self._defects: list[BaseException] = []  # in Penstock, found on lanes
         self._was_stuck = False
         self._closing: Ticket | None = None
 
     # -------------------------------------------------------------------------------- figures, for any thread
+
+    @property
+    def local(self) -> bool:
+        """It answers from memory."""
+        return self.calls.store.local
+
+    @property
+    def rate(self) -> LinkRate:
+        """Of reads."""
+        return self.counts.rate
+
+    @property
+    def group_blocks(self) -> int:
+        """Blocks best read or written together."""
+        return max(1, self._limits.group_bytes // self.counts.block_bytes)
 
     @property
     def usable(self) -> bool:
@@ -372,7 +385,7 @@ class ColdTier:
         writing = Writing(None, (), [], (group,))
         groups: list[StoreGroup] = []
         for one in self.writings:  # blocks that a reset removes do not count as lost
-            groups = [] if one in self._resets else [*groups, *one.groups]
+            groups = [] if one.is_reset else [*groups, *one.groups]
         self._writers.after_all(group, partial(self.calls.persist, group, groups), f"persist {self.name}")
         self.writings.append(writing)
         return writing
@@ -382,17 +395,15 @@ class ColdTier:
         Settled when that is over; `error` says why it failed. Reads are not ordered with it: a block that
         they find may be gone when they end."""
         group = StoreGroup((), (), (), Span(0.0, 1))
-        writing = Writing(None, (), [], (group,))
+        writing = Writing(None, (), [], (group,), is_reset=True)
         self._writers.between(group, partial(self.calls.reset, group), f"reset {self.name}")
         self.writings.append(writing)
-        self._resets.append(writing)
         return writing
 
     @property
     def is_resetting(self) -> bool:
         """Whether a reset is in flight."""
-        self._resets = [reset for reset in self._resets if not reset.settled]
-        return bool(self._resets)
+        return any(writing.is_reset for writing in self.writings)
 
     def drain(self, timeout_s: float) -> None:
         """Block until everything submitted so far is over; the next `settle` finds it. Raises

@@ -24,7 +24,7 @@ from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, blocks_by_tier
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.tiers.reads import Costs, Reader, Reads
+from penstock.kv.tiers.reads import ColdReader, Costs, Reads
 from penstock.kv.tiers.saves import SavedLease
 from penstock.kv.tiers.writeback import Writeback
 from penstock.kv.transfer import Group, Mover, Slots, Transfer
@@ -187,7 +187,7 @@ class Loads:
     ) -> None:
         self.mover = mover
         self.costs = Costs(mover, writeback.cold, layout, limits)
-        self.reader = Reader(host, writeback, self.costs, self._share)
+        self.reader = ColdReader(host, writeback, self.costs, self._share)
         self.in_flight: dict[Hold, BlockLoad] = {}  # by the hold whose slots they fill
         self._pool = pool
         self._host = host

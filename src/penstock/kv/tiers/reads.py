@@ -200,7 +200,7 @@ class Fetch(Reads):
         self.num_came += 1
 
 
-class Reader:
+class ColdReader:
     """Reads from the cold tiers of `writeback`, and tells it which blocks came into host memory. `landed`
     gets the keys of a fetch's group that is over, while its blocks are pinned."""
 

@@ -155,7 +155,7 @@ def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_
     answer(world, talk)
     (want,) = world.cache.pool.idle.wants
     assert want.rank == newest_s
-    coldest = world.cache.pool.coldest(2)
+    coldest = world.cache.pool.keys(world.cache.pool.coldest(2))
     assert coldest == list(reversed(world.cache.prefix_of(C[:8]).keys)), "nobody wants those"
     world.close()
 

@@ -154,7 +154,7 @@ def test_lease_leaked_on_the_failure_path() -> None:
     tiers.promotions.fail_next = 1
     world.device.lanes.run_all()
     world.settle()
-    assert tiers.loads.mover.counts.failures == {("host", "copy"): 1}
+    assert tiers.loads.mover.counts.failures == {"copy": 1}
     assert tiers.host.pool.counts.pinned == 0 and len(tiers.host.leases) == 0
     world.close()
     assert source_of(world, request_id) == KvSource(computed=9)

@@ -107,8 +107,10 @@ def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> Non
     planned(world)
     waits = world.submit(D, 8, ignore_eos=True)  # six blocks: it has to wait for the end of the first
     left: list[int] = []
-    move = tiers_of(world).saves._move
-    tiers_of(world).saves._move = lambda slots: left.append(len(slots)) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    move = tiers_of(world).saves._save_slots
+    tiers_of(world).saves._save_slots = lambda slots, *args, **named: (
+        left.append(len(slots)) or move(slots, *args, **named)
+    )  # type: ignore[method-assign, func-returns-value]
     moved = []
     for _ in range(10):
         world.commit()
@@ -332,8 +334,10 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
     of_d = world.cache.prefix_of(D)
     assert of_d is not None
     retained = world.cache.retain(of_d, -1e12)
-    move, moved = tiers_of(world).saves._move, list[int]()
-    tiers_of(world).saves._move = lambda slots: moved.extend(slots) or move(slots)  # type: ignore[method-assign, func-returns-value]
+    move, moved = tiers_of(world).saves._save_slots, list[int]()
+    tiers_of(world).saves._save_slots = lambda slots, *args, **named: (
+        moved.extend(slots) or move(slots, *args, **named)
+    )  # type: ignore[method-assign, func-returns-value]
     again = world.submit([*B, 1], 8, ignore_eos=True)
     slots_of_d = world.cache.pool.find_each(of_d.keys)
     while world.outcome(again)[1] is None:
@@ -351,18 +355,18 @@ def watch_moves(world: World) -> None:
     """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody
     is admitted."""
     saves, moves = tiers_of(world).saves, Counter[int]()
-    move = saves._move
+    move = saves._save_slots
 
-    def counted(slots: Sequence[int]) -> None:
+    def counted(slots: Sequence[int], *args: object, **named: bool) -> None:
         world.seen["blocks that left"] += len(slots)
         if not world.cache.tables:
             moves[len(world.admitted)] += 1
             assert moves[len(world.admitted)] <= world.cache.num_blocks, (
                 "blocks are sent again and again, and nobody is admitted"
             )
-        move(slots)
+        move(slots, *args, **named)  # type: ignore[arg-type]
 
-    saves._move = counted  # type: ignore[method-assign]
+    saves._save_slots = counted  # type: ignore[method-assign]
 
 
 def crowd(seed: int) -> Counter[str]:

@@ -1,7 +1,7 @@
 """Which block is in which slot, and which must stay. Owns the pool of slots and its lock, and the scan that
 rebuilds the index at start from the files of an earlier process.
 
-Reader and writer lanes, callers of `find` and the scan share the index. Its methods take the lock for
+ColdReader and writer lanes, callers of `find` and the scan share the index. Its methods take the lock for
 bookkeeping only, never across I/O. A slot that is being written has no key; one that is being read is pinned;
 one whose file is not made or whose head has not been read yet is withheld.
 """
