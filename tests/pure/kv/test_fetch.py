@@ -336,7 +336,7 @@ def test_it_begins_no_reads_while_a_load_keeps_the_tier_busy() -> None:
     rig = from_ssd()
     rig.put("ssd", rig.keys(EIGHT, "b"))
     # the cold load takes twice as long
-    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * reads_module._FETCH_AHEAD_S))
+    rig.tiers["ssd"].counts.rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * reads_module._FETCH_AHEAD_S))
     table, load = rig.load(EIGHT, "b")
     fetch = fetching(rig)
     assert len(load.staged) == 4 and not fetch.staged and len(fetch.unread) == 4
@@ -443,7 +443,7 @@ def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> N
 @pytest.mark.parametrize("num_read", range(5))
 def test_a_cancel_at_any_moment_lets_land_what_is_being_read_and_reads_no_more(num_read: int) -> None:
     rig = from_ssd()
-    rig.tiers["ssd"].rate = LinkRate()  # never measured: two groups at a time
+    rig.tiers["ssd"].counts.rate = LinkRate()  # never measured: two groups at a time
     fetch = fetching(rig)
     for number in range(num_read):
         rig.read(number % 2)
@@ -711,7 +711,7 @@ def test_a_request_that_goes_while_it_shares_a_fetch_keeps_nothing() -> None:
 def test_fetches_of_others_make_room_for_a_load() -> None:
     rig = from_ssd(num_host=16)
     rig.put("ssd", rig.keys(EIGHT, "b"))
-    rig.tiers["ssd"].rate = LinkRate(1.0)  # one group at a time
+    rig.tiers["ssd"].counts.rate = LinkRate(1.0)  # one group at a time
     fetch = fetching(rig)
     assert fetch.num_blocks == 4 and rig.host.pool.counts.reserved == 4
     private = rig.host.take_private(6, "somebody")
