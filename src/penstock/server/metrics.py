@@ -156,9 +156,12 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     """Of every place behind a request's last token. `accepted[n]` steps have kept more than n drafts."""
     if not stats.drafted:
         return
-    for name, what, counts in (("proposed", "verified", stats.drafted), ("accepted", "kept", stats.accepted)):
+    for name, what, counts in (
+        ("penstock_spec_proposed", "verified", stats.drafted),
+        ("penstock_spec_accepted", "kept", stats.accepted),
+    ):
         about = f"Draft tokens that were {what}, by their place behind the last token."
-        metric = CounterMetricFamily(f"penstock_spec_{name}", about, labels=["place"])
+        metric = CounterMetricFamily(name, about, labels=["place"])
         for place, count in enumerate(counts, 1):
             metric.add_metric([str(place)], count)
         yield metric
