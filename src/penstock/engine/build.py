@@ -127,11 +127,12 @@ class _Setup:
     sanitizer: Sanitizer | None
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    lanes: list[Lane] = field(default_factory=list)  # made so far
 
     def lane(self, name: str) -> Lane:
-        lane = make_lane(name, self.device, self.sanitizer)
-        self.undo.callback(_close, lane.close)
-        return lane
+        self.lanes.append(make_lane(name, self.device, self.sanitizer))
+        self.undo.callback(_close, self.lanes[-1].close)
+        return self.lanes[-1]
 
 
 class _Models(NamedTuple):
@@ -169,15 +170,6 @@ class _Sizes(NamedTuple):
     limits: StepLimits
 
 
-class _Execution(NamedTuple):
-    """The compute half, and who chooses how many drafts a step verifies."""
-
-    executor: Executor
-    grammars: Grammars
-    lanes: tuple[Lane, ...]
-    speculation: DeviceDrafter | NgramDrafter | None
-
-
 def _build(setup: _Setup) -> Engine:
     with setup.undo:
         engine = _assemble(setup)
@@ -186,52 +178,49 @@ def _build(setup: _Setup) -> Engine:
 
 
 def _assemble(setup: _Setup) -> Engine:
-    config = setup.config
-    _check_deterministic(config, setup.device)
-    models = _models(setup)
-    target, loaded = models.target, models.loaded
-    adapters = open_store(
-        config.lora, loaded.name, lambda directory: read_adapter(directory, target), setup.progress
-    )
+    config, models = setup.config, _models(setup)
+    loaded, read = models.loaded, lambda directory: read_adapter(directory, models.target)
+    adapters = open_store(config.lora, loaded.name, read, setup.progress)
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
-    execution = _executor(setup, models, storage, sizes, adapters)
-    if setup.device.type == "cuda":
-        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
-        warm.capture_all(execution.executor, setup.progress)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
-    lengths, speculation = _lengths(config), execution.speculation
+    grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
+    executor = _executor(setup, models, storage, sizes, grammars, adapters)
+    _capture(setup, executor)
+    speculation, lengths = _speculation(setup, sizes.limits, executor), _lengths(config)
     scheduler = Scheduler(
         cache, budget, dims.eos_ids, cache.prefill, speculation, lengths, lambda: scoring.tau
     )
-    parts = EngineParts(
-        name=loaded.name,
-        weights=loaded.weights,
-        tokenizer=loaded.tokenizer,
-        scheduler=scheduler,
-        executor=execution.executor,
-        adapters=adapters,
-        cache=cache,
-        arena=storage.arena,
-        lanes=execution.lanes,
-        vocab=dims.vocab,
-        max_model_len=sizes.max_model_len,
-        max_open=budget.max_batch * _WAITING_PER_ROW,
-        seed=config.engine.seed,
-        sampling=loaded.sampling,
-        grammars=execution.grammars,
-        residency=sizes.residency,
-        resident_blocks=budget.deep_blocks or models.num_blocks,
-        scoring=scoring,
-        sanitizer=setup.sanitizer,
-        speculation=speculation,
-        threads=setup.threads,
+    return Engine(
+        EngineParts(
+            name=loaded.name,
+            weights=loaded.weights,
+            tokenizer=loaded.tokenizer,
+            scheduler=scheduler,
+            executor=executor,
+            adapters=adapters,
+            cache=cache,
+            arena=storage.arena,
+            lanes=tuple(setup.lanes),
+            vocab=dims.vocab,
+            max_model_len=sizes.max_model_len,
+            max_open=budget.max_batch * _WAITING_PER_ROW,
+            seed=config.engine.seed,
+            sampling=loaded.sampling,
+            grammars=grammars,
+            residency=sizes.residency,
+            resident_blocks=budget.deep_blocks or models.num_blocks,
+            scoring=scoring,
+            sanitizer=setup.sanitizer,
+            speculation=speculation,
+            threads=setup.threads,
+        )
     )
-    return Engine(parts)
 
 
 def _models(setup: _Setup) -> _Models:
     config, device = setup.config, setup.device
+    _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
     head, draft = _head(config, loaded.model), _draft(setup, loaded)
     layout = layout_for(config, loaded.model.config, device, None if draft is None else draft.model.config)
@@ -284,19 +273,22 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
 
 
 def _executor(
-    setup: _Setup, models: _Models, storage: Opened, sizes: _Sizes, adapters: AdapterStore
-) -> _Execution:
+    setup: _Setup,
+    models: _Models,
+    storage: Opened,
+    sizes: _Sizes,
+    grammars: Grammars,
+    adapters: AdapterStore,
+) -> Executor:
     """The passes of a step. One for other layers (experts, recurrent state) is one more in the list."""
-    config, device, limits = setup.config, setup.device, sizes.limits
+    limits, guard = sizes.limits, storage.guard
     target, dims, lane = models.target, models.dims, setup.lane("compute")
-    uploads = Uploads(device, lane)
+    uploads = Uploads(setup.device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
-    grammars = Grammars(models.loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     masks = Masks(grammars, limits.max_batch, lane)
-    attention = _attention(
-        *_target_part(storage.arena, target, models.draft), target.rope, config.source.deterministic
-    )
+    part = _target_part(storage.arena, target, models.draft)
+    attention = _attention(*part, target.rope, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
@@ -306,7 +298,6 @@ def _executor(
     forward = Forward(target, attention, sampler.pending, begin, None if drafts is None else drafts.blank)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
-    guard = storage.guard
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
         None if guard is None else PoisonPass(guard, limits),
@@ -317,9 +308,13 @@ def _executor(
         None if drafts is None else DraftPass(drafts, rows, replays),
     ]
     present = tuple(one for one in passes if one is not None)
-    executor = Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
-    lanes = (lane,) if paged is None else (lane, paged.lane)
-    return _Execution(executor, grammars, lanes, _speculation(config, limits, device, drafts))
+    return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
+
+
+def _capture(setup: _Setup, executor: Executor) -> None:
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
+        warm.capture_all(executor, setup.progress)
 
 
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
@@ -542,52 +537,41 @@ def _max_model_len(
     config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None
 ) -> int:
     """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet."""
-    fits = num_blocks * config.kv.block_tokens
-    wanted = config.engine.max_model_len
-    resident, may_be_paged = (
-        config.kv.resident_tokens,
-        config.offload.enabled and config.kv.prefix_cache and not any(dims.windows),
-    )
-    if resident is not None and not may_be_paged:
-        why = "a model with sliding windows is not paged out"
-        if not any(dims.windows):
-            why = "paging needs --kv-offload and a prefix cache"
+    size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
+    is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
+    unpaged = "a model with sliding windows is not paged out"
+    if resident is not None and (is_windowed or not offloads):
+        why = unpaged if is_windowed else "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
-    takes = fits
+    fits = takes = num_blocks * size
     if resident is not None and num_pageable is not None:
-        takes = min(fits, max(resident // config.kv.block_tokens, num_pageable) * config.kv.block_tokens)
+        takes = min(fits, max(resident // size, num_pageable) * size)
     if wanted is None:
         return min(dims.default_len, takes)
-    if wanted > dims.max_position:
-        raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
-    held = (
-        f"host memory takes {(num_pageable or 0) * config.kv.block_tokens} tokens of it; raise "
-        "--kv-offload-host-gib"
-    )
-    if takes < wanted <= fits:
-        raise ConfigError(
-            f"--max-model-len {wanted} exceeds --kv-resident-tokens {resident}, and cannot be paged out: "
-            f"{held}"
-        )
-    if wanted <= fits:
-        return wanted
-    size = (
-        f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} "
-        "tokens"
-    )
-    if not config.offload.enabled or not config.kv.prefix_cache:
-        raise ConfigError(
-            f"{size}; raise --device-kv-gib, or let it be paged out with --kv-offload and a prefix cache"
-        )
-    if num_blocks < FEWEST_RESIDENT:
-        raise ConfigError(
-            f"{size}; raise --device-kv-gib: a paged-out sequence needs {FEWEST_RESIDENT} device blocks"
-        )
-    if any(dims.windows):
-        raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
-    if num_pageable is not None and blocks_for(wanted, config.kv.block_tokens) > num_pageable:
-        raise ConfigError(f"{size}, nor can it be paged out: {held}")
+    held = f"host memory takes {(num_pageable or 0) * size} tokens of it; raise --kv-offload-host-gib"
+    is_over, too_long = wanted > fits, f" does not fit into {num_blocks} KV blocks of {size} tokens"
+    raising = f"{too_long}; raise --device-kv-gib"
+    lacks_host = num_pageable is not None and blocks_for(wanted, size) > num_pageable
+    for is_refused, why in (
+        (wanted > dims.max_position, f" exceeds the {dims.max_position} positions of the model"),
+        (
+            takes < wanted <= fits,
+            f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
+        ),
+        (
+            is_over and not offloads,
+            f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
+        ),
+        (
+            is_over and num_blocks < FEWEST_RESIDENT,
+            f"{raising}: a paged-out sequence needs {FEWEST_RESIDENT} device blocks",
+        ),
+        (is_over and is_windowed, f"{raising}: {unpaged}"),
+        (is_over and lacks_host, f"{too_long}, nor can it be paged out: {held}"),
+    ):
+        if is_refused:
+            raise ConfigError(f"--max-model-len {wanted}{why}")
     return wanted
 
 
@@ -667,18 +651,20 @@ def _guesser(
 
 
 def _speculation(
-    config: Config, limits: StepLimits, device: torch.device, drafts: Drafts | None
+    setup: _Setup, limits: StepLimits, executor: Executor
 ) -> DeviceDrafter | NgramDrafter | None:
     """Starts with guessed step costs: those of a machine limited by memory, not by arithmetic."""
-    if config.speculation.proposer is None:
+    speculation = setup.config.speculation
+    if speculation.proposer is None:
         return None
-    sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
+    sizes = decode_sizes(limits.max_rows) if setup.device.type == "cuda" else _CPU_COST_SIZES
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
     costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
-    most = config.speculation.drafts, limits.max_drafts
-    if drafts is None:
-        return NgramDrafter(*most, costs)
-    return DeviceDrafter(*most, costs, lambda: drafts.failed)
+    most = speculation.drafts, limits.max_drafts
+    drafting = [one.drafts for one in executor.passes if isinstance(one, DraftPass)]
+    if drafting:
+        return DeviceDrafter(*most, costs, lambda: drafting[0].failed)
+    return NgramDrafter(*most, costs)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -254,7 +254,13 @@ class _Parts(NamedTuple):
 
 
 class Packer:
-    """Turns chunks into the packed inputs of a step. Host work only: the step before may still be running."""
+    """Turns chunks into the packed inputs of a step. Host work only: the step before may still be running.
+
+    Padding tokens are at position 0 of the padding block, and their results are never read. Those after the
+    decodes are chunks of their own, so that every program has work; those after prompts belong to no chunk,
+    and padding chunks there are empty. Every row of a bucket is sampled once, padding last; rows that want no
+    sample are sampled into the padding row.
+    """
 
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, num_ahead: int = 0) -> None:
         """`num_ahead`: drafts per request that may be made after a step."""
@@ -274,24 +280,17 @@ class Packer:
     ) -> Packed:
         """Write the step into `into`, padded to `bucket` if given. The first `num_decodes` chunks have one
         token and its drafts; those that sample nothing are the last of them. Tables have entries for
-        `num_ahead` drafts made after the step.
-
-        Padding tokens are at position 0 of the padding block, and their results are never read. Those after
-        the decodes are chunks of their own, so that every program has work; those after prompts belong to no
-        chunk, and padding chunks there are empty. Every row of a bucket is sampled once, padding last; rows
-        that want no sample are sampled into the padding row.
-        """
+        `num_ahead` drafts made after the step."""
         table_lens, rows = self._measured(chunks, num_decodes, num_ahead)
         shape = bucket or Shape(int(rows.lens.sum()), len(rows.lens), int(rows.num_logits.sum()))
         places = _Places.of(rows, bucket)
         num_tables = self.num_padding + int(table_lens.sum())
         num_ints = shape.fixed_ints + num_tables + rows.num_paged
         parts = _Parts(*(into[start:end] for start, end in pairwise((0, *shape.cuts(), num_ints))))
-        own_tables = parts.tables[self.num_padding : num_tables]
         parts.tables[: self.num_padding] = self._padding_slot  # shared by all padding chunks
+        own_tables = parts.tables[self.num_padding : num_tables]
         if chunks:
-            slots = self._padded_tables(chunks, table_lens) if num_ahead else list(map(_SLOTS_OF, chunks))
-            np.concatenate(slots, out=own_tables)
+            np.concatenate(self._tables(chunks, table_lens, num_ahead), out=own_tables)
         table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
         written = self._pack_rows(chunks, rows, table_starts[rows.of_chunk], places, parts)
         self._pack_samples(rows, places, parts, bucket is not None)
@@ -305,9 +304,7 @@ class Packer:
             own_tables if not num_ahead else self._slots_read(chunks, own_tables),
             self._slots_written(chunks, written),
             _spans(rows),
-            tuple(_pack_paged(chunks, parts.q_starts, rows.firsts, parts.tables, num_tables))
-            if rows.num_paged
-            else (),
+            _pack_paged(chunks, rows, parts, num_tables) if rows.num_paged else (),
             gap=places.gap,
         )
         if rows.num_decodes > num_decodes or any(map(_UNSURE_OF, chunks)):
@@ -402,10 +399,12 @@ class Packer:
         starts, resident = starts[of_chunk] + places, resident[of_chunk] + places
         return table_lens, _Rows(lens, starts, resident, num_logits, of_chunk, firsts, num_decodes, num_paged)
 
-    def _padded_tables(
-        self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]
+    def _tables(
+        self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32], num_ahead: int
     ) -> list[NDArray[np.int32]]:
         """The slots of each chunk, with the padding slot for drafts that have no room."""
+        if not num_ahead:
+            return list(map(_SLOTS_OF, chunks))
         parts: list[NDArray[np.int32]] = []
         for chunk, length in zip(chunks, table_lens.tolist(), strict=True):
             parts += chunk.slots, self._padding_table[: length - len(chunk.slots)]
@@ -489,16 +488,13 @@ def _pack_drafted(chunks: Sequence[Chunk], is_bucket: bool, packed: Packed, num_
     return Drafted(at, num_samples, len(sizes), *most)
 
 
-def _pack_paged(
-    chunks: tuple[Chunk, ...],
-    q_starts: NDArray[np.int32],
-    first_rows: NDArray[np.intp],
-    tables: NDArray[np.int32],
-    table_at: int,
-) -> Iterator[PagedChunk]:
+def _pack_paged(chunks: Sequence[Chunk], rows: _Rows, parts: _Parts, table_at: int) -> tuple[PagedChunk, ...]:
     """Chunks with paged-out blocks; their host slots follow all tables."""
-    for number, chunk in zip(first_rows.tolist(), chunks, strict=True):
+    paged = []
+    for number, chunk in zip(rows.firsts.tolist(), chunks, strict=True):
         if chunk.paged is not None and len(chunk.paged):
-            tables[table_at : table_at + len(chunk.paged)] = chunk.paged
-            yield PagedChunk((int(q_starts[number]), int(q_starts[number + 1])), chunk.paged, table_at)
+            parts.tables[table_at : table_at + len(chunk.paged)] = chunk.paged
+            tokens = int(parts.q_starts[number]), int(parts.q_starts[number + 1])
+            paged.append(PagedChunk(tokens, chunk.paged, table_at))
             table_at += len(chunk.paged)
+    return tuple(paged)
