@@ -363,8 +363,9 @@ class Packer:
     def _slots_written(self, chunks: Sequence[Chunk], written: NDArray[np.int32]) -> NDArray[np.int32]:
         """Rows with an unknown start may write earlier slots."""
         slots = written // self.block_tokens
-        before = [self._slots_before(chunk) for chunk in chunks if chunk.num_unsure]
-        return np.concatenate([slots, *before]) if before else slots
+        if not any(map(_UNSURE_OF, chunks)):
+            return slots
+        return np.concatenate([slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
 
     def _measured(
         self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int
