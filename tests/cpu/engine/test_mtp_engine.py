@@ -67,15 +67,7 @@ def write_random_head(
 
 
 def with_head(config: Config, head: Path) -> Config:
-    return Config(
-        config.source,
-        config.kv,
-        config.engine,
-        config.offload,
-        config.sanitize,
-        config.lora,
-        SpeculationConfig(f"mtp:{head}", 3),
-    )
+    return dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", 3))
 
 
 @pytest.fixture
