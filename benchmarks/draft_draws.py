@@ -21,9 +21,12 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource, Specula
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.ahead import DraftPass
 from penstock.engine.execution.draws import DrawKind
+from penstock.engine.execution.sampling import SamplePass
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.driving import pass_of
 from tests.support.forced import forced
 
 ASKED = (
@@ -48,11 +51,11 @@ class Overlaps:
     def __init__(self, engine: Engine, temperature: float, num_places: int) -> None:
         self.shares, self.nums = [0.0] * num_places, [0] * num_places
         executor = engine._parts.executor
-        ahead = executor.ahead
-        assert ahead is not None
+        ahead = pass_of(engine, DraftPass).drafts
         proposals: dict[tuple[int, int], torch.Tensor] = {}
-        choose, sample = ahead.draws.choose, executor._sample
-        vocab = executor._forward.model.config.vocab
+        sampling = pass_of(engine, SamplePass)
+        choose, sample = ahead.draws.choose, sampling.sample
+        vocab = executor.target.model.config.vocab
 
         def note(logits: Any, ids: Any, rows: Any, positions: Any, choice: DrawKind) -> Any:
             for row, position, scores in zip(
@@ -62,11 +65,12 @@ class Overlaps:
                 proposals[row, position] = q if ids is None else torch.zeros(vocab).index_copy(0, ids, q)
             return choose(logits, ids, rows, positions, choice)
 
-        def compare(flow: Any, plan: Any, ints: Any, packed: Any, outputs: Any, masks: Any) -> None:
-            sample(flow, plan, ints, packed, outputs, masks)
+        def compare(step: Any) -> None:
+            sample(step)
+            flow, packed, outputs = step.flow, step.packed, step.outputs
             if packed.drafted is None:
                 return
-            inputs, views = flow.bound_inputs(), packed.drafted.views(ints)
+            inputs, views = flow.bound_inputs(), packed.drafted.views(step.ints, flow.bound_inputs().tokens)
             tokens = outputs.made.tokens.tolist()
             for start, length in zip(views.starts.tolist(), views.lengths.tolist(), strict=True):
                 for place in range(length):
@@ -80,7 +84,7 @@ class Overlaps:
                     self.shares[place] += float(torch.minimum(p, q).sum())
                     self.nums[place] += 1
 
-        ahead.draws.choose, executor._sample = note, compare  # type: ignore[method-assign,assignment]
+        ahead.draws.choose, sampling.sample = note, compare  # type: ignore[method-assign,assignment]
 
 
 def made(model: str, proposer: str, num_drafts: int, max_len: int = 512) -> Engine:
@@ -136,8 +140,7 @@ def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
     answers = []
     for name, choice in (("likeliest", DrawKind.LIKELIEST), ("drawn", None)):
         engine = made(args.model, args.speculate, args.drafts)
-        ahead = engine._parts.executor.ahead
-        assert ahead is not None
+        ahead = pass_of(engine, DraftPass).drafts
         if choice is not None:
             draw = ahead.draws.choose
             ahead.draws.choose = lambda *given, draw=draw: draw(*given[:4], DrawKind.LIKELIEST)  # type: ignore[method-assign]

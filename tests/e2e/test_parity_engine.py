@@ -80,7 +80,7 @@ def test_a_fault_in_the_paged_path_is_seen(
     written."""
     engine._parts.cache.reset()
     prompt = engine.tokenizer.encode(PROMPTS[2])[:90]
-    packer = engine._parts.executor._packer
+    packer = engine._parts.executor.target.replays.packer
     whole = packer.pack
 
     def pack(*args: Any) -> Any:

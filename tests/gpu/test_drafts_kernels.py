@@ -21,7 +21,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from penstock.engine.execution import ahead, triton_steps  # noqa: E402
 from penstock.engine.execution.batch import Shape  # noqa: E402
-from penstock.engine.execution.executor import place_unsure  # noqa: E402
+from penstock.engine.execution.target import place_unsure  # noqa: E402
 from penstock.engine.execution.sampler import kept_tokens  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -68,7 +68,7 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     )
     sleep_before_copies(engine, from_layer=1)
     events: dict[int, torch.cuda.Event] = {}
-    model = type(engine._parts.executor._forward.model)
+    model = type(engine._parts.executor.target.model)
     layer = model.layer
 
     def noted(self: Any, index: int, *rest: Any, **named: Any) -> Any:

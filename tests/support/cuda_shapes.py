@@ -8,7 +8,7 @@ import pytest
 from penstock.config import Config
 from penstock.engine import build
 from penstock.engine.execution.batch import Shape
-from penstock.engine.execution.executor import StepLimits
+from penstock.engine.execution.passes import StepLimits
 from penstock.engine.execution.replays import cuda_buckets
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 
+_PassKind = TypeVar("_PassKind")
 _KV = ("prefix_cache", "block_tokens", "resident_tokens", "residency", "pin_spans", "scorer")
 _OFFLOAD = (
     "eviction",
@@ -141,3 +142,8 @@ def generate(
     collected = submit(engine, prompt, salt=salt, adapter=adapter, **sampling)
     run_all(engine)
     return collected
+
+
+def pass_of(engine: Engine, kind: type[_PassKind]) -> _PassKind:
+    """The pass of this kind in every step of `engine`."""
+    return next(one for one in engine._parts.executor.passes if isinstance(one, kind))

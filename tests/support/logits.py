@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from penstock.engine.engine import Engine
-from tests.support.driving import Collected
+from penstock.engine.execution.sampling import SamplePass
+from tests.support.driving import Collected, pass_of
 
 
 class Logits:
@@ -18,17 +19,17 @@ class Logits:
 
     def __init__(self, engine: Engine, monkeypatch: Any) -> None:
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
-        executor = engine._parts.executor
-        whole = executor._sample
+        sampling = pass_of(engine, SamplePass)
+        whole = sampling.sample
 
-        def sample(flow: Any, *rest: Any) -> None:
-            inputs = flow.bound_inputs()
+        def sample(step: Any) -> None:
+            flow, inputs = step.flow, step.flow.bound_inputs()
             kv_lens = dict(zip(inputs.rows.tolist(), inputs.kv_lens.tolist(), strict=True))
             for row, logits in zip(inputs.sample_rows.tolist(), flow.logits, strict=True):
                 self.seen[row, kv_lens[row] - 1] = logits.float().cpu()
-            whole(flow, *rest)
+            whole(step)
 
-        monkeypatch.setattr(executor, "_sample", sample)
+        monkeypatch.setattr(sampling, "sample", sample)
 
 
 def largest_error(

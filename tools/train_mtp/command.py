@@ -179,8 +179,19 @@ def load_target(config: Config, progress: Progress) -> Decoder:
     return load_model(source, device, dtype, TorchLayerOps(), progress, config.engine.max_model_len).model
 
 
+def most_frequent(counts: torch.Tensor, size: int) -> DraftVocab:
+    """The `size` most frequent tokens; of equals the lower ids."""
+    ids = counts.sort(descending=True, stable=True).indices[:size]
+    return DraftVocab(ids.sort().values, len(counts), "token statistics")
+
+
+def _covered(counts: torch.Tensor, vocab: DraftVocab) -> float:
+    """Share of the counted tokens that can be proposed."""
+    return int(counts[vocab.target_ids].sum()) / max(1, int(counts.sum()))
+
+
 def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
-    return None if size == 0 or size >= len(counts) else DraftVocab.most_frequent(counts, size)
+    return None if size == 0 or size >= len(counts) else most_frequent(counts, size)
 
 
 def _write(
@@ -243,7 +254,7 @@ def _measured(
 ) -> dict[str, Acceptance]:
     """By draft vocabulary, the chosen one among them; one place further than the head was unrolled for."""
     sizes = sorted({size for size in (*_MEASURED_VOCABS, chosen) if 0 < size < len(counts)})
-    vocabs = {str(size): DraftVocab.most_frequent(counts, size).to(head.target.device) for size in sizes}
+    vocabs = {str(size): most_frequent(counts, size).to(head.target.device) for size in sizes}
     return measured_acceptance(head, held_out, 4, {**vocabs, "full": None})
 
 
@@ -256,7 +267,7 @@ def _report(
     width = head.dims.hidden * head.target.dtype.itemsize
     for name, found in measured.items():
         size = len(counts) if name == "full" else int(name)
-        covers = 1.0 if name == "full" else DraftVocab.most_frequent(counts, size).coverage(held_out)
+        covers = 1.0 if name == "full" else _covered(held_out, most_frequent(counts, size))
         _print(
             f"draft vocabulary {name:>6}  {found.line()}   {size * width / 1e6:.1f} MB of output rows, "
             f"covers {covers:.1%} of that text"

@@ -4,34 +4,43 @@ device."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
+from penstock.contract import Adapter
 from penstock.cores import ThreadsByLoad
-from penstock.engine.adapters import open_store
+from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine
-from penstock.engine.execution.ahead import HeadGuesser, ModelGuesser, Passes
+from penstock.engine.execution import warm
+from penstock.engine.execution.ahead import DraftPass, Drafts, HeadGuesser, ModelGuesser
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.attention.cpu_steady import SteadyAttention
-from penstock.engine.execution.batch import Shape
+from penstock.engine.execution.batch import Packer, Shape
 from penstock.engine.execution.draws import RowDraws
-from penstock.engine.execution.executor import Executor, StepLimits
+from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
-from penstock.engine.execution.paging import PagedReads
-from penstock.engine.execution.replays import cuda_buckets, decode_sizes
-from penstock.engine.execution.sampler import Sampler
+from penstock.engine.execution.masks import Masks
+from penstock.engine.execution.paging import PagedPass, PagedReads
+from penstock.engine.execution.passes import Pass, PoisonPass, StepLimits
+from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
+from penstock.engine.execution.sampler import Rows, Sampler
+from penstock.engine.execution.sampling import PromptLogprobs, SamplePass
+from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
 from penstock.engine.parts import EngineParts
@@ -47,14 +56,16 @@ from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
-from penstock.kv.build import open_cache
+from penstock.kv.build import Opened, open_cache
 from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
-from penstock.models.adapters import read_adapter
+from penstock.lanes.lane import Lane
+from penstock.models.adapters import blank_weights, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, load_model
+from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -88,7 +99,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
     if device.type == "cuda":
-        return _build(config, device, progress, sanitizer, None)
+        return _build(_Setup(config, device, progress, sanitizer))
     # On a short-lived thread: OpenMP keeps a team for every thread that has computed. With more threads than
     # cores it puts workers to sleep between any two operations of the compute lane.
     made: Future[Engine] = Future()
@@ -97,7 +108,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
         try:
             threads = threads_by_load()
             threads.wait_first_look()
-            made.set_result(_build(config, device, progress, sanitizer, threads))
+            made.set_result(_build(_Setup(config, device, progress, sanitizer, threads)))
         except BaseException as error:
             made.set_exception(error)
 
@@ -105,63 +116,136 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     return made.result()
 
 
-def _build(
-    config: Config,
-    device: torch.device,
-    progress: Progress,
-    sanitizer: Sanitizer | None,
-    threads: ThreadsByLoad | None,
-) -> Engine:
-    # an open cache keeps its directory locked and its memory allocated
-    with contextlib.ExitStack() as undo:
-        engine = _assemble(config, device, progress, sanitizer, threads, undo)
-        undo.pop_all()
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What an engine is built from. `undo` closes parts if building fails: an open cache keeps its directory
+    locked and its memory allocated."""
+
+    config: Config
+    device: torch.device
+    progress: Progress
+    sanitizer: Sanitizer | None
+    threads: ThreadsByLoad | None = None
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    lanes: list[Lane] = field(default_factory=list)  # made so far
+
+    def lane(self, name: str) -> Lane:
+        self.lanes.append(make_lane(name, self.device, self.sanitizer))
+        self.undo.callback(_close, self.lanes[-1].close)
+        return self.lanes[-1]
+
+
+class _Models(NamedTuple):
+    """The target and what proposes for it on the device, if anything."""
+
+    loaded: LoadedModel
+    head: MtpHead | None
+    draft: DraftModel | None
+    layout: BlockLayout
+    num_blocks: int
+
+    @property
+    def target(self) -> Decoder:
+        return self.loaded.model
+
+    @property
+    def proposer(self) -> MtpHead | DraftModel | None:
+        return self.head or self.draft
+
+    @property
+    def dims(self) -> ModelConfig:
+        """By default, sequences are no longer than the draft model's positions."""
+        dims = self.target.config
+        if self.draft is None:
+            return dims
+        return replace(dims, context=min(dims.default_len, self.draft.model.config.max_position))
+
+
+class _Sizes(NamedTuple):
+    """Limits of the scheduler, of steps and of sequences."""
+
+    max_model_len: int
+    budget: Budget
+    residency: ResidencyChoice
+    limits: StepLimits
+
+
+def _build(setup: _Setup) -> Engine:
+    with setup.undo:
+        engine = _assemble(setup)
+        setup.undo.pop_all()
     return engine
 
 
-def _assemble(
-    config: Config,
-    device: torch.device,
-    progress: Progress,
-    sanitizer: Sanitizer | None,
-    threads: ThreadsByLoad | None,
-    undo: contextlib.ExitStack,
-) -> Engine:
-    """Parts that must be closed if building fails are registered with `undo`."""
+def _assemble(setup: _Setup) -> Engine:
+    config, models = setup.config, _models(setup)
+    loaded, read = models.loaded, lambda directory: read_adapter(directory, models.target)
+    adapters = open_store(config.lora, loaded.name, read, setup.progress)
+    storage = _storage(setup, models)
+    sizes = _sizes(setup, models, storage)
+    cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
+    grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
+    executor = _executor(setup, models, storage, sizes, grammars, adapters)
+    _capture(setup, executor)
+    speculation, lengths = _speculation(setup, sizes.limits, executor), _lengths(config)
+    scheduler = Scheduler(
+        cache, budget, dims.eos_ids, cache.prefill, speculation, lengths, lambda: scoring.tau
+    )
+    return Engine(
+        EngineParts(
+            name=loaded.name,
+            weights=loaded.weights,
+            tokenizer=loaded.tokenizer,
+            scheduler=scheduler,
+            executor=executor,
+            adapters=adapters,
+            cache=cache,
+            arena=storage.arena,
+            lanes=tuple(setup.lanes),
+            vocab=dims.vocab,
+            max_model_len=sizes.max_model_len,
+            max_open=budget.max_batch * _WAITING_PER_ROW,
+            seed=config.engine.seed,
+            sampling=loaded.sampling,
+            grammars=grammars,
+            residency=sizes.residency,
+            resident_blocks=budget.deep_blocks or models.num_blocks,
+            scoring=scoring,
+            sanitizer=setup.sanitizer,
+            speculation=speculation,
+            threads=setup.threads,
+        )
+    )
+
+
+def _models(setup: _Setup) -> _Models:
+    config, device = setup.config, setup.device
     _check_deterministic(config, device)
-    deterministic = config.source.deterministic
-    dtype = _dtype(config, device)
-    loaded = load_model(
-        config.source, device, dtype, _layer_ops(device, deterministic), progress, config.engine.max_model_len
-    )
-    model = loaded.model
-    adapters = open_store(
-        config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress
-    )
-    dims = model.config
-    head, draft = _head(config, model), _draft(config, loaded, device, dtype, progress)
-    layout = layout_for(config, dims, device, None if draft is None else draft.model.config)
-    num_blocks = _num_blocks(config, layout, model)
-    if draft is not None:  # by default, sequences are no longer than its positions
-        dims = replace(dims, context=min(dims.default_len, draft.model.config.max_position))
-    _max_model_len(config, dims, num_blocks)  # raises before memory is allocated
-    proposer = head or draft
-    storage = open_cache(
-        config,
-        layout,
-        _scope(model, layout, b"" if proposer is None else proposer.digest),
-        device,
-        num_blocks,
-        sanitizer,
-    )
-    cache, arena = storage.cache, storage.arena
-    undo.callback(_close, cache.close)
+    loaded = _load(setup, config.source, config.source.deterministic)
+    head, draft = _head(config, loaded.model), _draft(setup, loaded)
+    layout = layout_for(config, loaded.model.config, device, None if draft is None else draft.model.config)
+    models = _Models(loaded, head, draft, layout, _num_blocks(config, layout, loaded.model))
+    _max_model_len(config, models.dims, models.num_blocks)  # raises before memory is allocated
+    return models
+
+
+def _storage(setup: _Setup, models: _Models) -> Opened:
+    digest = b"" if models.proposer is None else models.proposer.digest
+    scope = _scope(models.target, models.layout, digest)
+    storage = open_cache(setup.config, models.layout, scope, setup.device, models.num_blocks, setup.sanitizer)
+    setup.undo.callback(_close, storage.cache.close)
+    return storage
+
+
+def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
+    config, dims, num_blocks, cache = setup.config, models.dims, models.num_blocks, storage.cache
+    block_tokens, drafts = config.kv.block_tokens, config.speculation.drafts
     max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
-    budget = _budget(config, device, max_model_len)
+    budget = _budget(config, setup.device, max_model_len)
     if storage.host_arena is not None and not any(dims.windows):
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = _may_be_paged(config, max_model_len, num_blocks)
-    if may_be_paged and deterministic:
+    if may_be_paged and config.source.deterministic:
         raise ConfigError(
             "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
             "--max-model-len"
@@ -169,87 +253,102 @@ def _assemble(
     residency = ResidencyChoice.of(
         budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
     )
-    budget = replace(budget, division=residency.division)
+    division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,
         prefill_chunk=budget.prefill_chunk,
-        max_table=min(num_blocks, blocks_for(max_model_len, config.kv.block_tokens)),
-        block_tokens=config.kv.block_tokens,
-        padding_slot=arena.padding_slot,
-        arena=arena.name,
+        max_table=min(num_blocks, blocks_for(max_model_len, block_tokens)),
+        block_tokens=block_tokens,
+        padding_slot=storage.arena.padding_slot,
+        arena=storage.arena.name,
         max_paged=cache.num_pageable if may_be_paged else 0,
-        max_parts=0
-        if residency.division is None
-        else blocks_for(max_model_len, residency.division.part_tokens),
-        max_drafts=min(_MAX_STEP_DRAFTS, config.speculation.drafts * budget.max_batch),
-        max_request_drafts=config.speculation.drafts,
-        num_ahead=0 if proposer is None else config.speculation.drafts,
-        num_layers=layout.num_layers,
+        max_parts=0 if division is None else blocks_for(max_model_len, division.part_tokens),
+        max_drafts=min(_MAX_STEP_DRAFTS, drafts * budget.max_batch),
+        max_request_drafts=drafts,
+        num_ahead=0 if models.proposer is None else drafts,
+        num_layers=models.layout.num_layers,
+        target_layers=dims.num_layers,
     )
-    attention = _attention(*_target_part(arena, model, draft), model.rope, deterministic)
-    lane = make_lane("compute", device, sanitizer)
-    undo.callback(_close, lane.close)
-    lanes = [lane]
-    grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
-    buckets = _buckets(config, limits, device)
-    uploads = Uploads(device, lane)
+    return _Sizes(max_model_len, replace(budget, division=division), residency, limits)
+
+
+def _executor(
+    setup: _Setup,
+    models: _Models,
+    storage: Opened,
+    sizes: _Sizes,
+    grammars: Grammars,
+    adapters: AdapterStore,
+) -> Executor:
+    """The passes of a step. One for other layers (experts, recurrent state) is one more in the list."""
+    limits, guard = sizes.limits, storage.guard
+    target, dims, lane = models.target, models.dims, setup.lane("compute")
+    uploads = Uploads(setup.device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
-    passes = None
-    if proposer is not None:
-        guesser = _guesser(proposer, arena.tensor, attention, model.config)
+    rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
+    masks = Masks(grammars, limits.max_batch, lane)
+    part = _target_part(storage.arena, target, models.draft)
+    attention = _attention(*part, target.rope, setup.config.source.deterministic)
+    drafts = None
+    if models.proposer is not None:
+        guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
-        passes = Passes(guesser, draws, sampler.pending, limits.block_tokens)
-    speculation = _speculation(config, limits, device, passes)
-    forward = Forward(
-        model,
-        attention,
-        sampler.pending,
-        (lambda: None) if threads is None else threads.look,
-        None if passes is None else passes.blank,
+        drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
+    begin = (lambda: None) if setup.threads is None else setup.threads.look
+    forward = Forward(target, attention, sampler.pending, begin, None if drafts is None else drafts.blank)
+    replays = _replays(setup, limits, forward, sampler, lane)
+    paged = _paged(setup, storage, sizes, forward, lane, uploads)
+    target_pass = TargetPass(forward, replays, sampler.rejected, paged)
+    passes: list[Pass | None] = [
+        None if guard is None else PoisonPass(guard, limits),
+        target_pass,
+        paged,
+        PromptLogprobs(target, uploads),
+        SamplePass(sampler, rows, masks, uploads),
+        None if drafts is None else DraftPass(drafts, rows, replays),
+    ]
+    present = tuple(one for one in passes if one is not None)
+    return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
+
+
+def _capture(setup: _Setup, executor: Executor) -> None:
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
+        warm.capture_all(executor, setup.progress)
+
+
+def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
+    packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
+    inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
+    buckets = _buckets(setup.config, limits, setup.device)
+    return Replays(
+        lane,
+        forward,
+        packer,
+        inputs,
+        buckets,
+        lambda: (sampler.pending, forward.model.rope, forward.attention.arena),
     )
-    executor = Executor(
-        forward, sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars, passes
-    )
-    executor.guard = storage.guard
-    if limits.max_paged and storage.host_arena is not None:
-        lanes.append(make_lane("page", device, sanitizer))
-        undo.callback(_close, lanes[-1].close)
-        piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
-        executor.paged = PagedReads(
-            storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len)
-        )
-        executor.keep_scores(config.kv.scorer, num_kept_parts(residency.division, cache.num_pageable))
-    if device.type == "cuda":
-        cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
-        executor.capture_all(progress)
-    scoring = ScoringCost()
-    scheduler = Scheduler(
-        cache, budget, dims.eos_ids, cache.prefill, speculation, _lengths(config), lambda: scoring.tau
-    )
-    parts = EngineParts(
-        name=loaded.name,
-        weights=loaded.weights,
-        tokenizer=loaded.tokenizer,
-        scheduler=scheduler,
-        executor=executor,
-        adapters=adapters,
-        cache=cache,
-        arena=arena,
-        lanes=tuple(lanes),
-        vocab=dims.vocab,
-        max_model_len=max_model_len,
-        max_open=budget.max_batch * _WAITING_PER_ROW,
-        seed=config.engine.seed,
-        sampling=loaded.sampling,
-        grammars=grammars,
-        residency=residency,
-        resident_blocks=budget.deep_blocks or num_blocks,
-        scoring=scoring,
-        sanitizer=sanitizer,
-        speculation=speculation,
-        threads=threads,
-    )
-    return Engine(parts)
+
+
+def _paged(
+    setup: _Setup, storage: Opened, sizes: _Sizes, forward: Forward, lane: Lane, uploads: Uploads
+) -> PagedPass | None:
+    """None: every sequence fits on the device."""
+    if not sizes.limits.max_paged or storage.host_arena is None:
+        return None
+    attention, kv = forward.attention, setup.config.kv
+    piece_tokens = _CUDA_PIECE_TOKENS if setup.device.type == "cuda" else _CPU_PIECE_TOKENS
+    piece_tokens = min(piece_tokens, sizes.max_model_len)
+    reads = PagedReads(storage.host_arena, attention, setup.lane("page"), piece_tokens)
+    num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
+    return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, lane, uploads, num_kept))
+
+
+def _weights_of(adapters: AdapterStore, model: Decoder) -> Callable[[Adapter], AdapterWeights]:
+    """Steps that warm up run with an adapter that is in no store."""
+    blank = functools.cache(lambda: blank_weights(model.config, model.dtype, model.device))
+    return lambda adapter: blank() if adapter is warm.BLANK else adapters.weights_of(adapter)
 
 
 def _close(close: Callable[[], None]) -> None:
@@ -438,52 +537,41 @@ def _max_model_len(
     config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None
 ) -> int:
     """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet."""
-    fits = num_blocks * config.kv.block_tokens
-    wanted = config.engine.max_model_len
-    resident, may_be_paged = (
-        config.kv.resident_tokens,
-        config.offload.enabled and config.kv.prefix_cache and not any(dims.windows),
-    )
-    if resident is not None and not may_be_paged:
-        why = "a model with sliding windows is not paged out"
-        if not any(dims.windows):
-            why = "paging needs --kv-offload and a prefix cache"
+    size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
+    is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
+    unpaged = "a model with sliding windows is not paged out"
+    if resident is not None and (is_windowed or not offloads):
+        why = unpaged if is_windowed else "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
-    takes = fits
+    fits = takes = num_blocks * size
     if resident is not None and num_pageable is not None:
-        takes = min(fits, max(resident // config.kv.block_tokens, num_pageable) * config.kv.block_tokens)
+        takes = min(fits, max(resident // size, num_pageable) * size)
     if wanted is None:
         return min(dims.default_len, takes)
-    if wanted > dims.max_position:
-        raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
-    held = (
-        f"host memory takes {(num_pageable or 0) * config.kv.block_tokens} tokens of it; raise "
-        "--kv-offload-host-gib"
-    )
-    if takes < wanted <= fits:
-        raise ConfigError(
-            f"--max-model-len {wanted} exceeds --kv-resident-tokens {resident}, and cannot be paged out: "
-            f"{held}"
-        )
-    if wanted <= fits:
-        return wanted
-    size = (
-        f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} "
-        "tokens"
-    )
-    if not config.offload.enabled or not config.kv.prefix_cache:
-        raise ConfigError(
-            f"{size}; raise --device-kv-gib, or let it be paged out with --kv-offload and a prefix cache"
-        )
-    if num_blocks < FEWEST_RESIDENT:
-        raise ConfigError(
-            f"{size}; raise --device-kv-gib: a paged-out sequence needs {FEWEST_RESIDENT} device blocks"
-        )
-    if any(dims.windows):
-        raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
-    if num_pageable is not None and blocks_for(wanted, config.kv.block_tokens) > num_pageable:
-        raise ConfigError(f"{size}, nor can it be paged out: {held}")
+    held = f"host memory takes {(num_pageable or 0) * size} tokens of it; raise --kv-offload-host-gib"
+    is_over, too_long = wanted > fits, f" does not fit into {num_blocks} KV blocks of {size} tokens"
+    raising = f"{too_long}; raise --device-kv-gib"
+    lacks_host = num_pageable is not None and blocks_for(wanted, size) > num_pageable
+    for is_refused, why in (
+        (wanted > dims.max_position, f" exceeds the {dims.max_position} positions of the model"),
+        (
+            takes < wanted <= fits,
+            f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
+        ),
+        (
+            is_over and not offloads,
+            f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
+        ),
+        (
+            is_over and num_blocks < FEWEST_RESIDENT,
+            f"{raising}: a paged-out sequence needs {FEWEST_RESIDENT} device blocks",
+        ),
+        (is_over and is_windowed, f"{raising}: {unpaged}"),
+        (is_over and lacks_host, f"{too_long}, nor can it be paged out: {held}"),
+    ):
+        if is_refused:
+            raise ConfigError(f"--max-model-len {wanted}{why}")
     return wanted
 
 
@@ -496,19 +584,23 @@ def _head(config: Config, model: Decoder) -> MtpHead | None:
     return installed_head(model)
 
 
-def _draft(
-    config: Config, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, progress: Progress
-) -> DraftModel | None:
+def _load(setup: _Setup, source: ModelSource, deterministic: bool = False) -> LoadedModel:
+    config, device = setup.config, setup.device
+    ops = _layer_ops(device, deterministic)
+    return load_model(
+        source, device, _dtype(config, device), ops, setup.progress, config.engine.max_model_len
+    )
+
+
+def _draft(setup: _Setup, loaded: LoadedModel) -> DraftModel | None:
     """A smaller model that proposes, checked before memory is allocated."""
+    config, target = setup.config, loaded.model
     if config.speculation.kind != "draft":
         return None
-    draft = load_model(
-        _draft_source(config), device, dtype, _layer_ops(device), progress, config.engine.max_model_len
-    )
-    check_draft(
-        draft.model, draft.tokenizer, loaded.model, loaded.tokenizer, config.engine.max_model_len or 0
-    )
-    return DraftModel(draft.model, loaded.model.config.vocab)
+    draft = _load(setup, _draft_source(config))
+    most = config.engine.max_model_len or 0
+    check_draft(draft.model, draft.tokenizer, target, loaded.tokenizer, most)
+    return DraftModel(draft.model, target.config.vocab)
 
 
 def _scope(model: Decoder, layout: BlockLayout, proposer: bytes = b"") -> Scope:
@@ -559,18 +651,20 @@ def _guesser(
 
 
 def _speculation(
-    config: Config, limits: StepLimits, device: torch.device, passes: Passes | None
+    setup: _Setup, limits: StepLimits, executor: Executor
 ) -> DeviceDrafter | NgramDrafter | None:
     """Starts with guessed step costs: those of a machine limited by memory, not by arithmetic."""
-    if config.speculation.proposer is None:
+    speculation = setup.config.speculation
+    if speculation.proposer is None:
         return None
-    sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
+    sizes = decode_sizes(limits.max_rows) if setup.device.type == "cuda" else _CPU_COST_SIZES
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
     costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes))
-    most = config.speculation.drafts, limits.max_drafts
-    if passes is None:
-        return NgramDrafter(*most, costs)
-    return DeviceDrafter(*most, costs, lambda: passes.failed)
+    most = speculation.drafts, limits.max_drafts
+    drafting = [one.drafts for one in executor.passes if isinstance(one, DraftPass)]
+    if drafting:
+        return DeviceDrafter(*most, costs, lambda: drafting[0].failed)
+    return NgramDrafter(*most, costs)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

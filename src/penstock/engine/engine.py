@@ -33,6 +33,7 @@ from penstock.contract import (
     TokenEvent,
 )
 from penstock.engine.adapters import AdapterStore
+from penstock.engine.execution import warm
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.inbox import Inbox, fail
 from penstock.engine.outbox import Outbox
@@ -356,11 +357,10 @@ class Engine:
         try:
             if table.try_extend(1):
                 slot = int(table.slots(1)[0])
-                self._parts.executor.warm(slot, self.max_model_len, progress)
+                warm.run_all(self._parts.executor, slot, self.max_model_len, progress)
                 if self._parts.speculation is not None:
-                    self._parts.speculation.measure(
-                        lambda costs: self._parts.executor.measured_costs(slot, costs)
-                    )
+                    measured = functools.partial(warm.measured_costs, self._parts.executor, slot)
+                    self._parts.speculation.measure(measured)
         finally:
             table.release(self._parts.lanes[0].record())
 

@@ -95,8 +95,8 @@ class EngineTurns:
         return planned
 
     def _hear(self, news: News) -> None:
-        if news.left and self._parts.executor.scores is not None:
-            self._parts.executor.scores.forget(news.left)
+        if news.left:
+            self._parts.executor.forget(news.left)
         self._outbox.note_moves(news.moves)
 
     def launch(self, plan: StepPlan, waits: Waits) -> RunningStep:

@@ -84,11 +84,7 @@ class MtpHead:
         self.vocab = None if vocab is None else vocab.to(target.device)
         self.digest = digest  # of its file
         self._target = target
-        self._fc, self._hidden_norm, self._embed_norm = (
-            weights["fc"],
-            weights["hidden_norm"],
-            weights["embed_norm"],
-        )
+        self._fc, *self._norms = (weights[name] for name in ("fc", "hidden_norm", "embed_norm"))
         output = target.output if self.vocab is None else rows_of(target.output, self.vocab.target_ids)
         layer = {
             f"layers.0.{name.removeprefix('layer.')}": weight
@@ -113,12 +109,11 @@ class MtpHead:
         self._block.project(0, self._joined(hidden, tokens), None, kv)
 
     def _joined(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        ops, eps = self._target.ops, self.dims.norm_eps
-        both = (
-            ops.rms_norm(hidden, self._hidden_norm, eps),
-            ops.rms_norm(self._target.embed(tokens), self._embed_norm, eps),
-        )
-        return ops.linear(torch.cat(both, dim=-1), self._fc)
+        ops, both = self._target.ops, (hidden, self._target.embed(tokens))
+        normed = [
+            ops.rms_norm(x, norm, self.dims.norm_eps) for x, norm in zip(both, self._norms, strict=True)
+        ]
+        return ops.linear(torch.cat(normed, dim=-1), self._fc)
 
 
 def head_dims(target: ModelConfig) -> ModelConfig:
@@ -223,14 +218,12 @@ def installed_head(target: Decoder) -> MtpHead:
     for directory in heads:
         if read_json(directory / CONFIG_FILE).get("target_fingerprint") == own:
             return read_head(directory, target)
-    if not heads:
-        raise ModelError(
-            "--speculate mtp needs a head, and none is installed: run `pip install ./heads` in Penstock's "
-            "repository, or name one of your own: mtp:PATH"
-        )
     raise ModelError(
         "--speculate mtp: there is no head for this model; train one (docs/speculation.md, Train a head), "
         "and name it: mtp:PATH"
+        if heads
+        else "--speculate mtp needs a head, and none is installed: run `pip install ./heads` in Penstock's "
+        "repository, or name one of your own: mtp:PATH"
     )
 
 
@@ -265,11 +258,7 @@ def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> Dr
         )
     if d2t is None:
         return None
-    made = (
-        DraftVocab(d2t, vocab, where)
-        if config.d2t_form == "absolute"
-        else DraftVocab.of_offsets(d2t, vocab, where)
-    )
+    made = DraftVocab(d2t, vocab, where, offsets=config.d2t_form == "offset")
     if len(made) != config.draft_vocab:
         raise ModelError(f"{where}: d2t has {len(made)} entries, and draft_vocab is {config.draft_vocab}")
     return made

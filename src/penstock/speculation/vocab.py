@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
 
 import torch
 from torch import Tensor
@@ -14,54 +14,31 @@ from penstock.errors import ModelError
 class DraftVocab:
     """Draft id -> target id. A head without this map covers the whole vocabulary, with equal ids."""
 
-    def __init__(self, target_ids: Tensor, vocab: int, where: str) -> None:
-        """Raises ModelError if the map is not valid: otherwise wrong tokens would be proposed without
-        notice."""
-        if target_ids.dim() != 1 or target_ids.is_floating_point() or target_ids.dtype == torch.bool:
-            raise ModelError(
-                f"{where}: d2t must be a list of whole numbers, got {target_ids.dtype} of shape "
-                f"{list(target_ids.shape)}"
-            )
+    def __init__(self, target_ids: Tensor, vocab: int, where: str, *, offsets: bool = False) -> None:
+        """`offsets`: the map holds target id - draft id, as EAGLE's checkpoints do. Raises ModelError if it
+        is not valid: otherwise wrong tokens would be proposed without notice."""
+        form = f"{target_ids.dtype} of shape {list(target_ids.shape)}"
+        is_whole = not target_ids.is_floating_point() and target_ids.dtype != torch.bool
+        self._need(target_ids.dim() == 1 and is_whole, where, f" must be a list of whole numbers, got {form}")
         ids = target_ids.to(torch.int64)
-        if not 0 < len(ids) <= vocab:
-            raise ModelError(f"{where}: d2t has {len(ids)} entries; the target has {vocab} tokens")
-        outside = ids[(ids < 0) | (ids >= vocab)]
-        if len(outside):
-            raise ModelError(
-                f"{where}: d2t names token {int(outside[0])}; the target's go from 0 to {vocab - 1}"
-            )
-        repeated = (torch.bincount(ids, minlength=vocab) > 1).nonzero()
-        if len(repeated):
-            raise ModelError(f"{where}: d2t names token {int(repeated[0])} more than once")
+        self._need(0 < len(ids) <= vocab, where, f" has {len(ids)} entries; the target has {vocab} tokens")
+        if offsets:
+            ids = ids + torch.arange(len(ids), device=ids.device)
+        for outside in ids[(ids < 0) | (ids >= vocab)][:1].tolist():
+            self._need(False, where, f" names token {outside}; the target's go from 0 to {vocab - 1}")
+        for repeated in (torch.bincount(ids, minlength=vocab) > 1).nonzero()[:1, 0].tolist():
+            self._need(False, where, f" names token {repeated} more than once")
         self.target_ids = ids
-        self.vocab = vocab
 
-    @classmethod
-    def of_offsets(cls, offsets: Tensor, vocab: int, where: str) -> DraftVocab:
-        """From a checkpoint that stores an offset for each draft id, as EAGLE's do."""
-        if offsets.dim() != 1:
-            raise ModelError(f"{where}: d2t must be a list of whole numbers, got shape {list(offsets.shape)}")
-        return cls(
-            offsets + torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device), vocab, where
-        )
-
-    @classmethod
-    def most_frequent(cls, counts: Tensor, size: int, always: Sequence[int] = ()) -> DraftVocab:
-        """The `size` most frequent tokens, including those in `always`; ties by lower id."""
-        ranked = counts.to(torch.int64).clone()
-        ranked[list(always)] = int(ranked.max()) + 1
-        ids = ranked.sort(descending=True, stable=True).indices[:size]
-        return cls(ids.sort().values, len(counts), "token statistics")
+    @staticmethod
+    def _need(is_so: bool, where: str, problem: str) -> None:
+        if not is_so:
+            raise ModelError(f"{where}: d2t{problem}")
 
     def __len__(self) -> int:
         return len(self.target_ids)
 
     def to(self, device: torch.device) -> DraftVocab:
-        moved = object.__new__(DraftVocab)
-        moved.target_ids, moved.vocab = self.target_ids.to(device), self.vocab
+        moved = copy.copy(self)
+        moved.target_ids = self.target_ids.to(device)
         return moved
-
-    def coverage(self, counts: Tensor) -> float:
-        """Share of the counted tokens that can be proposed."""
-        total = int(counts.sum())
-        return int(counts[self.target_ids].sum()) / total if total else 0.0

@@ -151,7 +151,7 @@ def test_steps_without_adapters_are_replayed_and_those_with_are_not(
     make_engine: MakeEngine, prompts: Prompts, load: Load
 ) -> None:
     engine = make_engine()
-    replays = engine._parts.executor._replays
+    replays = engine._parts.executor.target.replays
     adapter = load(engine, "one", 1)
     generate(engine, prompts(20), adapter=adapter)
     assert not replays._captured

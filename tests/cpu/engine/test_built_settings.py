@@ -83,7 +83,7 @@ def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
     engine = building.build(
         dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype))
     )  # type: ignore[arg-type]
-    model, layout = engine._parts.executor._forward.model, engine._parts.arena.layout
+    model, layout = engine._parts.executor.target.model, engine._parts.arena.layout
     positions = f"rope half-rotation theta={TINY_QWEN3.rope_theta!r}"
     assert engine.cache.scope == Scope(model.digest, dtype, layout.fingerprint(), block_tokens, positions)
     assert layout.dtype == dtype and dtype.encode() in layout.fingerprint() and len(model.digest) >= 16

@@ -53,7 +53,7 @@ def test_seeds_are_drawn_from_the_seed_of_the_setting(make_engine: MakeEngine) -
 
 def test_generation_stops_where_the_model_says(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    model = engine._parts.executor._forward.model.config
+    model = engine._parts.executor.target.model.config
     assert (
         engine._parts.scheduler._events.stop_ids == frozenset(model.eos_ids)
         and engine._parts.vocab == model.vocab

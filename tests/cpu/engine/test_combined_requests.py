@@ -11,9 +11,9 @@ import pytest
 from penstock.contract import FinishReason, TokenLogprob
 from penstock.engine import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution.executor import _LOGPROB_ROWS
 from penstock.engine.execution.replays import cuda_buckets
-from tests.support.driving import Collected, generate, run_all, submit
+from penstock.engine.execution.sampling import LOGPROB_ROWS, SamplePass
+from tests.support.driving import Collected, generate, pass_of, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -38,7 +38,7 @@ def test_a_prompt_is_scored_whole_however_many_positions_are_scored_at_once(
     """The first token has no score, so a prompt of n tokens has n - 1 that are computed in slices of so
     many."""
     small, large = make_engine(prefill_chunk=16), make_engine(prefill_chunk=512)
-    for num_tokens in (_LOGPROB_ROWS, _LOGPROB_ROWS + 1, _LOGPROB_ROWS + 2, 2 * _LOGPROB_ROWS + 2):
+    for num_tokens in (LOGPROB_ROWS, LOGPROB_ROWS + 1, LOGPROB_ROWS + 2, 2 * LOGPROB_ROWS + 2):
         asked = {"prompt_logprobs": 2, "max_tokens": 0}
         expected, found = (
             generate(engine, prompts(num_tokens), **asked).prompt_logprobs for engine in (small, large)
@@ -155,7 +155,7 @@ def test_only_tokens_that_were_generated_count_towards_penalties(
     for _ in range(2):
         found = generate(padded, prompts(64 + 64 + 20), **asked)
         assert found.tokens == generate(eager, prompts(64 + 64 + 20), **asked).tokens
-        counts = padded._parts.executor._sampler._counts
+        counts = pass_of(padded, SamplePass).sampler._counts
         assert counts is not None
         assert int(counts[:-1].sum()) == len(found.tokens), (
             "the last row is that of padding, which nobody reads"
@@ -175,7 +175,7 @@ def test_a_token_whose_id_is_zero_is_a_token_like_any_other(
         for seed in range(5):
             submit(used, prompts(9, seed), max_tokens=3, temperature=1.0, seed=seed)
         run_all(used)
-        assert used._parts.executor._sampler.last_tokens[:5].ne(0).all()
+        assert pass_of(used, SamplePass).sampler.last_tokens[:5].ne(0).all()
         found = [submit(used, prompt) for prompt in zeros]
         run_all(used)
         assert [one.tokens for one in found] == expected

@@ -20,6 +20,7 @@ from penstock.contract import FinishReason, KvSource, Match, StepPlan, Waits
 from penstock.engine import build as build_module
 from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
+from penstock.engine.execution.passes import PoisonPass
 from penstock.engine.execution.running_step import RunningStep
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
@@ -363,7 +364,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         ):
             make_engine(blocks=64, resident_tokens=256, **settings)
     engine = deep_engine(make_engine, 256)
-    windowed = dataclasses.replace(engine._parts.executor._forward.model.config, windows=(64, 0))
+    windowed = dataclasses.replace(engine._parts.executor.target.model.config, windows=(64, 0))
     for settings, says in [
         ({"resident_tokens": 256}, "--kv-resident-tokens 256: a model"),
         ({"max_model_len": 2048}, "raise --device-kv-gib: a model"),
@@ -412,7 +413,8 @@ def test_what_a_deep_step_is_the_first_to_write_is_spoilt_before(make_engine: Ma
     """In checked mode: each of its blocks once, wherever its table begins."""
     engine, spoilt = deep_engine(make_engine, 256), list[int]()
     guard = types.SimpleNamespace(poison=lambda arena, slots: spoilt.extend(slots))
-    engine._parts.executor.guard = guard  # type: ignore[assignment]
+    executor = engine._parts.executor
+    executor.passes = (PoisonPass(guard, executor.limits), *executor.passes)  # type: ignore[arg-type]
     generate(engine, prompts(LONG), max_tokens=20)
     assert len(spoilt) == -(-(LONG + 19) // 16)
 
@@ -447,7 +449,7 @@ def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(
     make_engine: Make, prompts: Prompts
 ) -> None:
     engine = deep_engine(make_engine, 256)
-    attention = engine._parts.executor._forward.attention
+    attention = engine._parts.executor.target.attention
     fetch, failures = attention.fetch, []
 
     def fail(*args: Any) -> None:

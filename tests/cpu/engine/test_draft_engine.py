@@ -20,7 +20,7 @@ from penstock.contract import Fence, FinishReason, Grammar
 from penstock.engine import build as build_module
 from penstock.engine.build import build, layout_for
 from penstock.engine.engine import Engine
-from penstock.engine.execution.ahead import ModelGuesser
+from penstock.engine.execution.ahead import DraftPass, ModelGuesser
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import ConfigError
 from penstock.kv.tiers.loads import BlockLoad
@@ -33,7 +33,16 @@ from penstock.speculation.length import StepCosts
 from penstock.testing.sanitized import check_silent
 from tests.cpu.engine.test_tiers import forget, overlap_from, until
 from tests.support.adapters import write_random_adapter
-from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
+from tests.support.driving import (
+    Collected,
+    generate,
+    pass_of,
+    run_all,
+    settle_all,
+    submit,
+    tiny_config,
+    wait_scanned,
+)
 from tests.support.forced import forced
 from tests.support.gates import gates
 
@@ -371,7 +380,7 @@ def test_of_a_draft_that_is_the_target_with_fewer_tokens_exactly_those_that_it_h
     vocab = BUILT_IN[TARGET].vocab
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[: int(share * vocab)]
     guesser, speculation, seen = (
-        engine._parts.executor.ahead.guesser,
+        pass_of(engine, DraftPass).drafts.guesser,
         engine._parts.speculation,
         list[tuple[int, int, int]](),
     )
@@ -446,7 +455,7 @@ def test_what_pads_a_step_drafts_for_nobody(
     engine = make(TARGET, 8)
     found = [submit(engine, prompts(24, seed=n), max_tokens=40, temperature=1.5, seed=n) for n in range(6)]
     run_all(engine)
-    assert any(shape.num_beside for shape in engine._parts.executor._replays._captured)
+    assert any(shape.num_beside for shape in engine._parts.executor.target.replays._captured)
     for one in found:
         assert_all_kept(one)
 

@@ -113,7 +113,10 @@ def test_captured_steps_and_eager_steps_give_the_same_tokens(
     run_all(captured)
     run_all(eager)
     assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
-    assert captured._parts.executor._replays._captured and not eager._parts.executor._replays._captured
+    assert (
+        captured._parts.executor.target.replays._captured
+        and not eager._parts.executor.target.replays._captured
+    )
 
 
 def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
@@ -143,7 +146,7 @@ def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
             generate(eager, prompts(n, n), **extra) for n, extra in zip(lengths, settings, strict=True)
         ]
         assert [c.tokens for c in found] == [c.tokens for c in expected], f"turn {turn}"
-    shapes = padded._parts.executor._replays._captured
+    shapes = padded._parts.executor.target.replays._captured
     assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(
         s.num_beside > 0 for s in shapes
     )
@@ -325,7 +328,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
     make_engine: MakeEngine, prompts: Prompts, failing_layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(capture=False)  # a graph on CUDA would not call the broken function
-    model = engine._parts.executor._forward.model
+    model = engine._parts.executor.target.model
     whole = model.layer
     broken = [True]
 

@@ -16,7 +16,7 @@ SCENE = """
 import resource, torch
 import numpy as np
 from penstock.engine.build import build
-from penstock.engine.execution.executor import Executor
+from penstock.engine.execution.passes import Step
 from tests.support.driving import generate, run_all, settle_all, submit, tiny_config
 from tests.support.forced import forced
 from penstock.testing.guarded import GuardedArena, GuardedSanitizer
@@ -69,13 +69,13 @@ print("done")
 
 def test_a_step_that_leaves_out_one_of_its_slots_does_not_survive_reading_it() -> None:
     done = run("""
-whole = Executor._accesses
+whole = Step.kv
 
-def forgetful(self, packed, layers):
-    read, write = whole(self, packed, layers)
+def forgetful(self, layers):
+    read, write = whole(self, layers)
     return read._replace(slots=read.slots[1:]), write
 
-Executor._accesses = forgetful
+Step.kv = forgetful
 generate(engine, prompt(70), max_tokens=4)
 print("survived")
 """)

@@ -15,7 +15,7 @@ from penstock.engine import build as build_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.batch import Drafted, Packer
-from penstock.engine.execution.executor import StepLimits
+from penstock.engine.execution.passes import StepLimits
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import NUM_PARAMS, packed_width
 from penstock.errors import ConfigError, InvalidRequest, Overloaded

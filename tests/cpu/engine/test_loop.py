@@ -168,7 +168,7 @@ def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
     found = submit(engine, prompts(20), max_tokens=30)
     for _ in range(4):
         engine.step()  # it decodes, in a replay
-    model = engine._parts.executor._forward.model
+    model = engine._parts.executor.target.model
     whole = model.layer
 
     def layer(*_: Any) -> Any:
@@ -188,7 +188,7 @@ def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(
     def burst(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(engine._parts.executor, "warm", burst)
+    monkeypatch.setattr("penstock.engine.execution.warm.run_all", burst)
     loop = EngineLoop(engine)
     with pytest.raises(EngineClosed) as raised:
         loop.start()
@@ -206,7 +206,7 @@ def test_an_engine_that_cannot_be_warmed_up_leaves_its_directory_to_the_next(
 
     config = tiny_config(host_blocks=16, ssd_dir=str(tmp_path), ssd_gib=0.05)
     engine = build(config)
-    monkeypatch.setattr(engine._parts.executor, "warm", burst)
+    monkeypatch.setattr("penstock.engine.execution.warm.run_all", burst)
     with pytest.raises(EngineClosed, match="could not be warmed up"):
         EngineLoop(engine).start()
     build(config).close(timeout_s=20.0)

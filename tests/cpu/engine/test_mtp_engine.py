@@ -16,8 +16,8 @@ from penstock.config import Config, SpeculationConfig
 from penstock.contract import StepPlan
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution import executor as executor_module
 from penstock.engine.execution import warm
+from penstock.engine.execution.ahead import DraftPass
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.running_step import RunningStep
 from penstock.models.decoder import Decoder
@@ -26,7 +26,16 @@ from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
-from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
+from tests.support.driving import (
+    Collected,
+    generate,
+    pass_of,
+    run_all,
+    settle_all,
+    submit,
+    tiny_config,
+    wait_scanned,
+)
 from tests.support.forced import forced
 
 Prompts = Callable[..., list[int]]
@@ -40,7 +49,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def model_of(engine: Engine) -> Decoder:
-    model = engine._parts.executor._forward.model
+    model = engine._parts.executor.target.model
     assert isinstance(model, Decoder)
     return model
 
@@ -58,15 +67,7 @@ def write_random_head(
 
 
 def with_head(config: Config, head: Path) -> Config:
-    return Config(
-        config.source,
-        config.kv,
-        config.engine,
-        config.offload,
-        config.sanitize,
-        config.lora,
-        SpeculationConfig(f"mtp:{head}", 3),
-    )
+    return dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", 3))
 
 
 @pytest.fixture
@@ -149,19 +150,15 @@ def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[i
     """What the device has drafted behind every step of one request, by the position of the last token that
     was kept."""
     found: dict[int, list[int]] = {}
-    executor = engine._parts.executor
-    ahead = executor.ahead
-    assert ahead is not None
-    if executor.pending.is_cuda:
+    ahead = pass_of(engine, DraftPass).drafts
+    if ahead.pending.is_cuda:
         pytest.skip("nobody sees a captured pass run")
     run = ahead.run
 
     def record(*args: Any) -> None:
         run(*args)
         if len(args[2]):
-            found[int(args[0].bound_inputs().positions[args[2][0]])] = executor.pending[
-                int(args[3][0])
-            ].tolist()
+            found[int(args[0].bound_inputs().positions[args[2][0]])] = ahead.pending[int(args[3][0])].tolist()
 
     ahead.run = record  # type: ignore[method-assign]
     generate(engine, prompt, max_tokens=24, **options)
@@ -237,8 +234,8 @@ def test_an_engine_is_made_warm_with_any_number_of_drafts(
     plain.close(timeout_s=20.0)
     engine = build(dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", num_drafts)))
     engine.warm()
-    speculation, ahead = engine._parts.speculation, engine._parts.executor.ahead
-    assert speculation is not None and ahead is not None and not ahead.failed
+    speculation, ahead = engine._parts.speculation, pass_of(engine, DraftPass).drafts
+    assert speculation is not None and not ahead.failed
     assert speculation._costs.making_s >= 0 and all(seconds > 0 for seconds in speculation._costs.seconds)
     assert len(generate(engine, [1, 2, 3], max_tokens=20).tokens) == 20
     engine.close(timeout_s=20.0)
@@ -251,12 +248,12 @@ def test_where_steps_are_slow_the_largest_are_not_measured(
     _, engine = pair()
     executor, sizes = engine._parts.executor, list[int]()
     monkeypatch.setattr(
-        Executor,
-        "_step_s",
-        lambda self, plan, is_alone=False: sizes.append(plan.num_rows) or 0.1 * plan.num_rows,
+        warm,
+        "step_s",
+        lambda _, plan, is_alone=False: sizes.append(plan.num_rows) or 0.1 * plan.num_rows,
     )
     guessed = StepCosts((1, 2, 4, 8, 16, 64, 256), (1.0,) * 7)
-    costs = executor.measured_costs(0, guessed)
+    costs = warm.measured_costs(executor, 0, guessed)
     assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 4, 1, 4]
     assert costs.of(4) == pytest.approx(0.4) and costs.of(256) == pytest.approx(25.6)
 
@@ -271,7 +268,7 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     plan = warm.decode_plan(
         2, int(table.slots(1)[0]), executor.limits.block_tokens, executor.limits.num_ahead
     )
-    launch, wait = Executor.launch, executor_module._wait_step
+    launch, wait = Executor.launch, warm._wait_step
 
     def launched(self: Executor, plan: StepPlan) -> RunningStep:
         seen.append("launch and set up" if plan.starts else "launch")
@@ -282,13 +279,13 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
         wait(step)
 
     monkeypatch.setattr(Executor, "launch", launched)
-    monkeypatch.setattr(executor_module, "_wait_step", waited)
-    monkeypatch.setattr(executor_module, "_TIMED_STEPS", 3)
-    assert 0 < executor._step_s(plan) < 1.0
+    monkeypatch.setattr(warm, "_wait_step", waited)
+    monkeypatch.setattr(warm, "_TIMED_STEPS", 3)
+    assert 0 < warm.step_s(executor, plan) < 1.0
     assert seen == ["launch and set up", "read", "launch", *["launch", "read"] * 3, "read"]
-    monkeypatch.setattr(executor_module, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(warm, "_MEASURED_S", 0.0)
     seen.clear()
-    executor._step_s(plan)
+    warm.step_s(executor, plan)
     assert seen == ["launch and set up", "read"], "a slow one is run once"
     table.release(engine._parts.lanes[0].record())
 
@@ -303,8 +300,8 @@ def test_what_making_drafts_takes_is_measured_by_the_request(
         num = len(plan.chunks)
         return 0.1 + (0.5 + 0.1 * num if plan.num_ahead else 0.0)
 
-    monkeypatch.setattr(Executor, "_step_s", lambda self, plan, is_alone=False: takes(plan))
-    costs = executor.measured_costs(0, StepCosts((1, 2), (1.0, 1.0)))
+    monkeypatch.setattr(warm, "step_s", lambda _, plan, is_alone=False: takes(plan))
+    costs = warm.measured_costs(executor, 0, StepCosts((1, 2), (1.0, 1.0)))
     assert (costs.making_s, costs.making_row_s) == (pytest.approx(0.6), pytest.approx(0.1))
 
 

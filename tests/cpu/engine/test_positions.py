@@ -257,7 +257,7 @@ def test_the_whole_scope_differs_where_the_table_does(
     digests = []
     for length in (64, 65):
         parts = started(limited(config, length))._parts
-        model = parts.executor._forward.model
+        model = parts.executor.target.model
         digests.append(_scope(model, parts.arena.layout))
     assert (
         digests[0].position_scheme != digests[1].position_scheme and digests[0].weights != digests[1].weights

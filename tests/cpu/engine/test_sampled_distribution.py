@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from penstock.config import SpeculationConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution.ahead import ModelGuesser
-from tests.support.driving import run_all, submit, tiny_config
+from penstock.engine.execution.ahead import DraftPass, ModelGuesser
+from tests.support.driving import pass_of, run_all, submit, tiny_config
 from tests.support.forced import forced
 
 VOCAB, PROMPT = 5, (3, 1)
@@ -62,14 +62,10 @@ class _Table:
 def engine() -> Iterator[Engine]:
     config = tiny_config(blocks=1200, max_batch=REQUESTS, max_model_len=704, prefix_cache=False)
     made = build(replace(config, speculation=SpeculationConfig("draft:tiny-llama", 3)))
-    executor = made._parts.executor
-    assert (
-        executor.ahead is not None
-        and isinstance(executor.ahead.guesser, ModelGuesser)
-        and made._parts.speculation is not None
-    )
-    _Table(TARGET, 512).put_into(executor._forward.model)
-    _Table(DRAFT, 512).put_into(executor.ahead.guesser._draft.model)
+    executor, guesser = made._parts.executor, pass_of(made, DraftPass).drafts.guesser
+    assert isinstance(guesser, ModelGuesser) and made._parts.speculation is not None
+    _Table(TARGET, 512).put_into(executor.target.model)
+    _Table(DRAFT, 512).put_into(guesser._draft.model)
     forced(made)
     yield made
     made.close(timeout_s=20.0)

@@ -20,6 +20,7 @@ from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, Of
 from penstock.contract import CacheHint, Chunk, FinishReason, SamplingParams
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
+from penstock.engine.execution.paging import PagedPass
 from penstock.engine.execution.scoring import StepScores
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
@@ -27,7 +28,7 @@ from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
-from tests.support.driving import Collected, generate, run_all, settle_all, submit, wait_scanned
+from tests.support.driving import Collected, generate, pass_of, run_all, settle_all, submit, wait_scanned
 from tests.support.recording import recorded
 
 Make = Callable[..., Engine]
@@ -256,7 +257,7 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(
         if running is None or resident is None or not resident._chosen:
             continue
         engine._parts.lanes[0].drain()
-        host = engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
+        host = pass_of(engine, PagedPass).reads._host.tensor  # type: ignore[union-attr]
         for part, fetched in resident._chosen.items():
             there = running.table.paged_slots[part * 4 : part * 4 + 4]
             assert (engine.arena.tensor[fetched.slots.tolist()].cpu() == host[there.tolist()]).all()
@@ -301,7 +302,7 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(
 ) -> None:
     """By an attention that is written down here."""
     engine, add_layer = scored_engine(make_engine), StepScores.add_layer
-    host, arena = engine._parts.executor.paged._host.tensor, engine.arena.tensor  # type: ignore[union-attr]
+    host, arena = pass_of(engine, PagedPass).reads._host.tensor, engine.arena.tensor  # type: ignore[union-attr]
     shares: list[float] = []
     plans: list[Chunk] = []
     launch = engine._parts.executor.launch
@@ -735,7 +736,7 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
         assert answer.source is not None and (turn == 0 or answer.source.computed <= 64 + 16 + 60 + 62)
     (kept,) = kept_of(engine)
     assert len(kept.keys) >= (1024 + 64 if short > 0 else 1024 + 2 * 130) // 16
-    scores, host = engine._parts.executor.scores, engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
+    scores, host = pass_of(engine, PagedPass).scores, pass_of(engine, PagedPass).reads._host.tensor  # type: ignore[union-attr]
     assert scores is not None
     engine.step()
     engine._parts.lanes[0].drain()
@@ -788,7 +789,7 @@ def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Pro
     """What was known of its keys is gone, also where it was cancelled, and the next begins without scores,
     pins and parts."""
     engine = scored_engine(make_engine)
-    scores = engine._parts.executor.scores
+    scores = pass_of(engine, PagedPass).scores
     assert scores is not None
     generate(engine, prompts(LONG), max_tokens=50, pins=[(600, 640)])
     second = submit(engine, prompts(LONG, 5), max_tokens=200)

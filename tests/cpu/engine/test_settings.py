@@ -16,6 +16,7 @@ from penstock.config import EVICTIONS, GIB, Config, SanitizeConfig
 from penstock.engine import build as build_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.passes import PoisonPass
 from penstock.kv import build as storage
 from penstock.kv.blocks.eviction import make_order
 from penstock.testing.stores import MemoryStore
@@ -124,7 +125,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
 @pytest.mark.parametrize("capture", [True, False])
 def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
     engine = built(tiny_config(capture=capture, max_batch=3))
-    assert [shape.num_tokens for shape in engine._parts.executor._replays.buckets] == (
+    assert [shape.num_tokens for shape in engine._parts.executor.target.replays.buckets] == (
         [1, 2, 3] if capture else []
     )
 
@@ -146,5 +147,5 @@ def test_the_sanitizer_listens_as_it_was_asked_to(
         assert sanitizer._findings._strict == (mode == "strict")
         assert json.loads(file.read_text()) == []
     movers = engine.cache.loads.mover, engine.cache.saves.mover
-    assert (engine._parts.executor.guard is not None) == check_bytes
+    assert any(isinstance(one, PoisonPass) for one in engine._parts.executor.passes) == check_bytes
     assert all((mover.checks is not None) == check_bytes for mover in movers)

@@ -459,7 +459,7 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     load, _ = gates(engine)
     order: list[str] = []
     load.on_copy = lambda layers: order.append(f"copy {layers[0]}")
-    layer = type(engine._parts.executor._forward.model).layer
+    layer = type(engine._parts.executor.target.model).layer
 
     def noted(self: Any, index: int, *rest: Any) -> Any:
         order.append(f"layer {index}")
@@ -467,7 +467,7 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
             load.let()
         return layer(self, index, *rest)
 
-    monkeypatch.setattr(type(engine._parts.executor._forward.model), "layer", noted)
+    monkeypatch.setattr(type(engine._parts.executor.target.model), "layer", noted)
     load.hold()
     load.let(1)
     # the second layer's copy goes only once the first layer is computed

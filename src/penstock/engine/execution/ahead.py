@@ -16,13 +16,29 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.contract import Access, Mode, StepPlan
 from penstock.engine.execution.attention import Attention
-from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.batch import Shape, StepInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws
 from penstock.engine.execution.forward import BoundKv, Flow
+from penstock.engine.execution.passes import (
+    GRAPHS,
+    INPUTS,
+    LAST,
+    ROW_STATE,
+    SAMPLER,
+    Pass,
+    Step,
+    StepOps,
+    only,
+)
+from penstock.engine.execution.replays import CapturedPass, Replays
+from penstock.engine.execution.sampler import Rows
 from penstock.speculation.draft import DraftModel
 from penstock.speculation.mtp import MtpHead
 
@@ -54,7 +70,7 @@ class Guesser(Protocol):
     def blank(self, flow: Flow) -> None:
         """Zeros as KV of a decode-only step's tokens."""
 
-    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
+    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, drafts: Drafts) -> _Guess:
         """The KV, and a guess at the token after the one that each request has sampled; `place` is at the
         token before that one."""
 
@@ -78,7 +94,7 @@ class HeadGuesser:
     def blank(self, flow: Flow) -> None:
         blank(self._own, flow.bound_inputs().write_at)
 
-    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
+    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, drafts: Drafts) -> _Guess:
         guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
         return _Guess(guess.logits, place, guess.hidden)
 
@@ -108,9 +124,9 @@ class ModelGuesser:
     def blank(self, flow: Flow) -> None:
         blank(self.attention.arena, flow.bound_inputs().write_at)
 
-    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
+    def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, drafts: Drafts) -> _Guess:
         """In one pass if the step has no prompts: all KV of a layer is written before any row attends."""
-        inputs, place = flow.bound_inputs(), passes.moved(place, nexts[lasts])
+        inputs, place = flow.bound_inputs(), drafts.moved(place, nexts[lasts])
         if inputs.num_decodes < len(inputs.tokens):
             self._run(inputs, _NO_TOKENS)
             logits = self._run(place, _ALL_TOKENS)
@@ -128,13 +144,13 @@ class ModelGuesser:
         return self._draft.step(inputs.tokens, BoundKv(self.attention, inputs), at)
 
 
-class Passes:
-    """Writes drafts to `pending` [rows, 1 + most], after each request's last token."""
+class Drafts:
+    """Makes drafts on the device, and writes them to `pending` [rows, 1 + most], after the last tokens."""
 
     def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
         self.guesser = guesser
-        self._pending = pending
+        self.pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # drafting has stopped for good
@@ -174,7 +190,7 @@ class Passes:
         for number in range(1, num_drafts + 1):
             chosen = self.draws.choose(guess.logits, ids, rows, place.positions + number, choice)
             drafts = (chosen if ids is None else ids[chosen]).to(torch.int32)
-            self._pending[:, number].index_copy_(0, rows.long(), drafts)
+            self.pending[:, number].index_copy_(0, rows.long(), drafts)
             if number < num_drafts:
                 guess = self.guesser.further(guess, self.moved(guess.place, drafts))
 
@@ -191,6 +207,110 @@ class Passes:
         )
 
 
+class DraftPass(Pass):
+    """The draft model's pass over a step's tokens, which fills its KV, and the passes that make drafts."""
+
+    is_late = True
+
+    def __init__(self, drafts: Drafts, rows: Rows, replays: Replays) -> None:
+        self.drafts = drafts
+        self.attentions = (drafts.guesser.attention,)
+        self._rows = rows
+        self._has_new_draws = False  # rows have changed since their draws were last uploaded
+        self._replays = replays
+
+    def begin(self, plan: StepPlan, ops: StepOps) -> None:
+        self._has_new_draws |= bool(plan.starts)
+
+    def pack(self, step: Step) -> None:
+        """The next token of each token, in a step with prompts."""
+        shape = step.packed.shape
+        if not shape.samples_all:
+            step.nexts_at, nexts = step.packed.append(shape.num_tokens)
+            pack_nexts(step.plan, step.packed.gap, step.bucket is not None, nexts)
+
+    def submit(self, step: Step) -> None:
+        plan, sampling, ops, limits = step.plan, step.sampling, step.ops, step.limits
+        if self.drafts.failed or not (plan.num_ahead or not plan.is_decode):
+            return
+        choice = DrawKind.FILTERED if sampling.filters else DrawKind.DRAWN
+        choice = choice if sampling.random else DrawKind.LIKELIEST
+        captured = None
+        if step.bucket is not None and step.bucket.samples_all and self.drafts.pending.is_cuda:
+            captured = self._captured(step.bucket, choice)
+        ops.wait_layers(limits.num_layers)
+        if plan.num_ahead and choice is not DrawKind.LIKELIEST and self._has_new_draws:
+            self._has_new_draws, words = False, self._rows.draw_words()
+            written = Access(SAMPLER, range(words.shape[1]), ROW_STATE, Mode.WRITE)
+            ops.submit(lambda: self.drafts.draws.load(words), "draws", [written])
+        accesses = self._accesses(step, choice)
+        if captured is None:
+            ops.submit(lambda: self._run_after(step, choice), "draft", accesses)
+        else:
+            ops.submit(lambda: _fill(step, captured), "draft", accesses)
+            ops.replay(captured.replay, accesses)
+
+    def capture(self, bucket: Shape) -> None:
+        if bucket.samples_all:
+            for choice in DrawKind:
+                self._captured(bucket, choice)
+
+    def _captured(self, bucket: Shape, choice: DrawKind) -> CapturedPass:
+        num_drafts = self.drafts.pending.shape[1] - 1
+        return self._replays.get_pass(
+            bucket,
+            choice,
+            lambda flow, nexts, lasts, rows: self.drafts.run(flow, nexts, lasts, rows, num_drafts, choice),
+        )
+
+    def _accesses(self, step: Step, choice: DrawKind) -> list[Access]:
+        limits, rows = step.limits, step.packed.samples()[0]
+        size, layers = limits.block_tokens, (limits.target_layers, limits.num_layers)
+        # drafts are written after the last token of each chunk
+        ahead = [
+            chunk.slots[(chunk.kv_len - chunk.num_elsewhere * size) // size :]
+            for chunk in step.plan.chunks[: None if step.plan.num_ahead else 0]
+        ]
+        slots = np.concatenate(ahead) if ahead else step.packed.read_slots[:0]
+        accesses = [
+            *step.kv(layers),
+            Access(limits.arena, slots, layers, Mode.WRITE),
+            only(INPUTS, Mode.READ),
+            only(GRAPHS, Mode.READ),
+            Access(SAMPLER, rows, LAST, Mode.WRITE),
+        ]
+        read = [] if choice is DrawKind.LIKELIEST else [Access(SAMPLER, rows, ROW_STATE, Mode.READ)]
+        return accesses + read
+
+    def _run_after(self, step: Step, choice: DrawKind) -> None:
+        """The op of a step that is not captured."""
+        inputs, made, chunks = step.flow.bound_inputs(), step.outputs.made, step.plan.chunks
+        step.outputs.made = None
+        if made is None:  # nothing was sampled: the step is part of a prompt
+            nexts, lasts = inputs.tokens[:0], inputs.sample_at[:0].long()
+        else:
+            nexts = made.tokens.clamp(min=0)
+            lasts = torch.arange(len(nexts), device=nexts.device) if made.lasts is None else made.lasts
+            if step.bucket is not None:  # without padding rows
+                lasts = lasts[: len(chunks) if any(chunk.num_logits for chunk in chunks) else 0]
+        rows = inputs.sample_rows[lasts]
+        if not step.packed.shape.samples_all:
+            given = step.ints[step.nexts_at : step.nexts_at + step.packed.shape.num_tokens]
+            sampled = nexts[(-1 - given).clamp(min=0).long()] if len(nexts) else given
+            nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
+        self.drafts.attempt(self.drafts.run, step.flow, nexts, lasts, rows, step.plan.num_ahead, choice)
+
+
+def _fill(step: Step, captured: CapturedPass) -> None:
+    """Fill the inputs of a captured pass."""
+    from penstock.engine.execution import triton_steps
+
+    made, step.outputs.made = step.outputs.made, None
+    assert made is not None
+    into = captured.nexts, captured.lasts, captured.rows
+    triton_steps.fill_pass(made.tokens, made.lasts, step.flow.bound_inputs().sample_rows, into)
+
+
 def blank(arena: Tensor, write_at: Tensor) -> None:
     """Write zeros to all layers of `arena` at `write_at`."""
     if arena.is_cuda:
@@ -200,6 +320,24 @@ def blank(arena: Tensor, write_at: Tensor) -> None:
         return
     size = arena.shape[3]
     arena[(write_at // size).long(), :, :, (write_at % size).long()] = 0.0
+
+
+def pack_nexts(plan: StepPlan, gap: int, is_bucket: bool, into: NDArray[np.int32]) -> None:
+    """The token after each token of the step: its id, or -1 - the number of its sample. `gap`: padding rows
+    after the decodes."""
+    at = sample = 0
+    for number, chunk in enumerate(plan.chunks):
+        if number == plan.num_decodes:
+            into[at : at + gap] = 0
+            at += gap
+        end = at + len(chunk.tokens)
+        if number >= plan.num_decodes:
+            into[at : end - 1] = chunk.tokens[1:]
+            into[end - 1] = -1 - sample if chunk.num_logits else chunk.next_token
+        else:
+            into[at:end] = -1 - np.arange(sample, sample + end - at) if chunk.num_logits else chunk.next_token
+        at, sample = end, sample + max(chunk.num_logits, is_bucket)
+    into[at:] = 0
 
 
 def _hidden_of(flow: Flow) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -124,13 +124,14 @@ class Shape:
         return StepInputs(*parts, num_decodes, max_q_len, max_kv_len, spans, paged)  # type: ignore[arg-type,call-arg]  # ten parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packed:
     """A step on the host, ready to upload. Its arrays are views of a staging buffer, valid until that is
     reused."""
 
     shape: Shape
-    ints: NDArray[np.int32]
+    buffer: NDArray[np.int32]
+    num_ints: int  # used ones of the buffer; passes append their own
     num_decodes: int
     max_q_len: int
     max_kv_len: int
@@ -138,17 +139,33 @@ class Packed:
     write_slots: NDArray[np.int32]
     spans: Spans
     paged: tuple[PagedChunk, ...] = ()
-    nexts_at: int = 0  # offset of the next tokens of a step with prompts, if a draft model needs them
     drafted: Drafted | None = None  # set if a chunk has drafts, or a start that the host does not know
-    # slots that drafts made after the step may write
-    ahead_slots: NDArray[np.int32] | None = None
     gap: int = 0  # rows of padding between the decodes and the prompts
-    num_asking: int = 0  # requests without padding; 0 if none samples
+
+    @property
+    def ints(self) -> NDArray[np.int32]:
+        return self.buffer[: self.num_ints]
 
     @property
     def row_of(self) -> NDArray[np.int32]:
         """The row of each chunk."""
-        return self.ints[slice(*self.shape.cuts()[5:7])]
+        return self.buffer[slice(*self.shape.cuts()[5:7])]
+
+    def samples(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The row of each sample, and the position of its token."""
+        ends = self.shape.cuts()
+        at, rows = self.buffer[ends[6] : ends[7]], self.buffer[ends[7] : ends[8]]
+        return rows, self.buffer[ends[0] : ends[1]][at]
+
+    def append(self, num_ints: int) -> tuple[int, NDArray[np.int32]]:
+        """Room for further inputs, and where it begins."""
+        at, self.num_ints = self.num_ints, self.num_ints + num_ints
+        return at, self.ints[at:]
+
+    def views(self, ints: Tensor) -> StepInputs:
+        """`ints`: the same on the device."""
+        sizes = self.num_decodes, self.max_q_len, self.max_kv_len
+        return self.shape.views(ints, *sizes, self.spans, self.paged)
 
 
 class Drafted(NamedTuple):
@@ -197,13 +214,56 @@ class _Rows(NamedTuple):
     num_paged: int  # host blocks of all chunks
 
 
+class _Places(NamedTuple):
+    """Where rows and tokens are within a shape. Padding after the decodes is between them if there are
+    prompts."""
+
+    gap: int  # rows of padding after the decodes
+    padding: slice  # these rows
+    rows: NDArray[np.intp] | slice
+    tokens: NDArray[np.intp] | slice
+
+    @classmethod
+    def of(cls, rows: _Rows, bucket: Shape | None) -> _Places:
+        num, num_tokens, num_decodes = len(rows.lens), int(rows.lens.sum()), rows.num_decodes
+        gap = 0 if bucket is None else bucket.num_decodes - num_decodes
+        if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or rows.num_paged):
+            raise InvariantBroken(
+                f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}"
+            )
+        padding = slice(num_decodes, num_decodes + gap)
+        if gap > 0 and num > num_decodes:
+            apart = (np.r_[:num_decodes, padding.stop : end + gap] for end in (num, num_tokens))
+            return cls(gap, padding, *apart)
+        return cls(gap, padding, slice(num), slice(num_tokens))
+
+
+class _Parts(NamedTuple):
+    """The packed inputs, as in `StepInputs`."""
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    write_at: NDArray[np.int32]
+    q_starts: NDArray[np.int32]
+    kv_lens: NDArray[np.int32]
+    table_starts: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    sample_at: NDArray[np.int32]
+    sample_rows: NDArray[np.int32]
+    tables: NDArray[np.int32]
+
+
 class Packer:
-    """Turns chunks into the packed inputs of a step. Host work only: the step before may still be running."""
+    """Turns chunks into the packed inputs of a step. Host work only: the step before may still be running.
+
+    Padding tokens are at position 0 of the padding block, and their results are never read. Those after the
+    decodes are chunks of their own, so that every program has work; those after prompts belong to no chunk,
+    and padding chunks there are empty. Every row of a bucket is sampled once, padding last; rows that want no
+    sample are sampled into the padding row.
+    """
 
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, num_ahead: int = 0) -> None:
-        """`num_ahead`: drafts per request that may be made after a step. If not 0, steps with prompts also
-        carry the next token of each of their tokens."""
-        self._num_ahead = num_ahead
+        """`num_ahead`: drafts per request that may be made after a step."""
         self.num_padding = 1 + num_ahead // block_tokens  # table entries of a padding chunk
         self._padding_table = np.full(self.num_padding, padding_slot, np.int32)
         self.block_tokens = block_tokens
@@ -220,119 +280,92 @@ class Packer:
     ) -> Packed:
         """Write the step into `into`, padded to `bucket` if given. The first `num_decodes` chunks have one
         token and its drafts; those that sample nothing are the last of them. Tables have entries for
-        `num_ahead` drafts made after the step.
-
-        Padding tokens are at position 0 of the padding block, and their results are never read. Those after
-        the decodes are chunks of their own, so that every program has work; those after prompts belong to no
-        chunk, and padding chunks there are empty. Every row of a bucket is sampled once, padding last; rows
-        that want no sample are sampled into the padding row.
-        """
+        `num_ahead` drafts made after the step."""
         table_lens, rows = self._measured(chunks, num_decodes, num_ahead)
-        num, num_single, num_decodes = len(rows.lens), num_decodes, rows.num_decodes
-        num_tokens, num_drafts = int(rows.lens.sum()), num_decodes - num_single
-        num_paged, num_tables = rows.num_paged, self.num_padding + int(table_lens.sum())
-        shape = bucket or Shape(num_tokens, num, int(rows.num_logits.sum()))
-        is_drafted = num_drafts > 0 or any(map(_UNSURE_OF, chunks))
-        num_extra = Drafted.num_ints(shape.num_samples, shape.num_samples - num_drafts) if is_drafted else 0
-        num_nexts = shape.num_tokens if self._num_ahead and not shape.samples_all else 0
-        num_extra += num_nexts
-        ints = into[: shape.fixed_ints + num_tables + num_paged + num_extra]
-        parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints) - num_extra))]
-        tokens, positions, write_at, q_starts, kv_lens, tables_at, row_of, sample_at, sample_rows, tables = (
-            parts
-        )
-        tables[: self.num_padding] = self._padding_slot  # shared by all padding chunks
+        shape = bucket or Shape(int(rows.lens.sum()), len(rows.lens), int(rows.num_logits.sum()))
+        places = _Places.of(rows, bucket)
+        num_tables = self.num_padding + int(table_lens.sum())
+        num_ints = shape.fixed_ints + num_tables + rows.num_paged
+        parts = _Parts(*(into[start:end] for start, end in pairwise((0, *shape.cuts(), num_ints))))
+        parts.tables[: self.num_padding] = self._padding_slot  # shared by all padding chunks
+        own_tables = parts.tables[self.num_padding : num_tables]
         if chunks:
-            own_tables = (
-                self._padded_tables(chunks, table_lens) if num_ahead else list(map(_SLOTS_OF, chunks))
-            )
-            np.concatenate(own_tables, out=tables[self.num_padding : num_tables])
-        gap = bucket.num_decodes - num_decodes if bucket is not None else 0
-        if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or num_paged):
-            raise InvariantBroken(
-                f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}"
-            )
-        padding = slice(num_decodes, num_decodes + gap)
-        # Indices of the chunks within the shape, and of their tokens.
-        own: NDArray[np.intp] | slice = slice(num)
-        own_tokens: NDArray[np.intp] | slice = slice(num_tokens)
-        is_apart = gap > 0 and num > num_decodes  # padding lies between them
-        if is_apart:
-            own, own_tokens = (np.r_[:num_decodes, padding.stop : end + gap] for end in (num, num_tokens))
+            np.concatenate(self._tables(chunks, table_lens, num_ahead), out=own_tables)
         table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
-        widths = np.zeros(shape.num_chunks, np.int32)
+        written = self._pack_rows(chunks, rows, table_starts[rows.of_chunk], places, parts)
+        self._pack_samples(rows, places, parts, bucket is not None)
+        packed = Packed(
+            shape,
+            into,
+            num_ints,
+            rows.num_decodes + places.gap,
+            int(rows.lens.max(initial=0)),
+            int(parts.kv_lens.max()),
+            own_tables if not num_ahead else self._slots_read(chunks, own_tables),
+            self._slots_written(chunks, written),
+            _spans(rows),
+            _pack_paged(chunks, rows, parts, num_tables) if rows.num_paged else (),
+            gap=places.gap,
+        )
+        if rows.num_decodes > num_decodes or any(map(_UNSURE_OF, chunks)):
+            packed.drafted = _pack_drafted(chunks, bucket is not None, packed, rows.num_decodes - num_decodes)
+        return packed
+
+    def _pack_rows(
+        self,
+        chunks: Sequence[Chunk],
+        rows: _Rows,
+        starts_of: NDArray[np.int32],
+        places: _Places,
+        parts: _Parts,
+    ) -> NDArray[np.int32]:
+        """Everything by row and by token, with padding between and after them. `starts_of`: where each row's
+        table starts. Returns where the KV of each token is written."""
+        own, own_tokens, padding = places.rows, places.tokens, places.padding
+        widths = np.zeros(len(parts.kv_lens), np.int32)
         widths[own], widths[padding] = rows.lens, 1
-        q_starts[0] = 0
-        np.cumsum(widths, out=q_starts[1:])
-        starts_of = table_starts[rows.of_chunk]
-        ids, places, written = self._by_token(chunks, rows, starts_of, tables)
+        parts.q_starts[0] = 0
+        np.cumsum(widths, out=parts.q_starts[1:])
+        ids, positions, written = self._by_token(chunks, rows, starts_of, parts.tables)
+        num, num_tokens = len(rows.lens) + places.gap, len(ids) + places.gap
         for part, at, end, values, blank in (
-            (kv_lens, own, num + gap, rows.resident + rows.lens, 1),
-            (tables_at, own, num + gap, starts_of, 0),
-            (row_of, own, num + gap, _column(chunks, "row")[rows.of_chunk], self.padding_row),
-            (tokens, own_tokens, num_tokens + gap, ids, 0),
-            (positions, own_tokens, num_tokens + gap, places, 0),
-            (write_at, own_tokens, num_tokens + gap, written, self._padding_slot * self.block_tokens),
+            (parts.kv_lens, own, num, rows.resident + rows.lens, 1),
+            (parts.table_starts, own, num, starts_of, 0),
+            (parts.rows, own, num, _column(chunks, "row")[rows.of_chunk], self.padding_row),
+            (parts.tokens, own_tokens, num_tokens, ids, 0),
+            (parts.positions, own_tokens, num_tokens, positions, 0),
+            (parts.write_at, own_tokens, num_tokens, written, self._padding_slot * self.block_tokens),
         ):
             part[padding] = part[end:] = blank
             part[at] = values
-        if bucket:
-            sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
-            if is_apart:
-                sample_at[:num], sample_at[num : num + gap] = sample_at[own], sample_at[padding].copy()
-            sample_rows[:num] = np.where(rows.num_logits > 0, row_of[own], self.padding_row)
-            sample_rows[num:] = self.padding_row
-        else:
-            sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(rows.num_logits), rows.num_logits) + np.arange(
-                shape.num_samples
-            )
-            sample_rows[:] = np.repeat(row_of, rows.num_logits)
-        spans = tuple(
-            zip(rows.resident[num_decodes:].tolist(), rows.lens[num_decodes:].tolist(), strict=True)
-        )
-        paged = tuple(_pack_paged(chunks, q_starts, rows.firsts, tables, num_tables)) if num_paged else ()
-        nexts_at = len(ints) - num_extra
-        if num_nexts:
-            _pack_nexts(chunks, num_single, gap, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
-        drafted = (
-            _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts)
-            if is_drafted
-            else None
-        )
-        write_slots = written // self.block_tokens
-        num_decodes += gap
-        # rows with an unknown start may write earlier slots
-        if drafted is not None and drafted.num_unsure:
-            write_slots = np.concatenate(
-                [write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)]
-            )
-        most = int(rows.lens.max(initial=0)), int(kv_lens.max())
-        read_slots = tables[self.num_padding : num_tables]
-        ahead_slots = read_slots[:0]
-        if num_ahead and chunks:  # drafts are written after the last token of each chunk
-            ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
-            read_slots = np.concatenate(
-                [c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)]
-            )
-            ahead_slots = np.concatenate(
-                [c.slots[end // self.block_tokens :] for c, end in zip(chunks, ends, strict=True)]
-            )
-        num_asking = len(chunks) if rows.num_logits.any() else 0
-        return Packed(
-            shape,
-            ints,
-            num_decodes,
-            *most,
-            read_slots,
-            write_slots,
-            spans,
-            paged,
-            nexts_at,
-            drafted,
-            ahead_slots,
-            gap,
-            num_asking,
-        )
+        return written
+
+    def _pack_samples(self, rows: _Rows, places: _Places, parts: _Parts, is_bucket: bool) -> None:
+        ends, sample_at, num = parts.q_starts[1:], parts.sample_at, len(rows.lens)
+        if not is_bucket:
+            before = np.repeat(ends - np.cumsum(rows.num_logits), rows.num_logits)
+            sample_at[:] = before + np.arange(len(sample_at))
+            parts.sample_rows[:] = np.repeat(parts.rows, rows.num_logits)
+            return
+        sample_at[:] = np.maximum(ends - 1, 0)
+        if not isinstance(places.rows, slice):
+            padding = sample_at[places.padding].copy()
+            sample_at[:num], sample_at[num : num + places.gap] = sample_at[places.rows], padding
+        parts.sample_rows[:num] = np.where(rows.num_logits > 0, parts.rows[places.rows], self.padding_row)
+        parts.sample_rows[num:] = self.padding_row
+
+    def _slots_read(self, chunks: Sequence[Chunk], tables: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Without those for drafts made after the step."""
+        ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
+        own = [c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)]
+        return np.concatenate(own) if own else tables
+
+    def _slots_written(self, chunks: Sequence[Chunk], written: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Rows with an unknown start may write earlier slots."""
+        slots = written // self.block_tokens
+        if not any(map(_UNSURE_OF, chunks)):
+            return slots
+        return np.concatenate([slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
 
     def _measured(
         self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int
@@ -367,10 +400,12 @@ class Packer:
         starts, resident = starts[of_chunk] + places, resident[of_chunk] + places
         return table_lens, _Rows(lens, starts, resident, num_logits, of_chunk, firsts, num_decodes, num_paged)
 
-    def _padded_tables(
-        self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]
+    def _tables(
+        self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32], num_ahead: int
     ) -> list[NDArray[np.int32]]:
         """The slots of each chunk, with the padding slot for drafts that have no room."""
+        if not num_ahead:
+            return list(map(_SLOTS_OF, chunks))
         parts: list[NDArray[np.int32]] = []
         for chunk, length in zip(chunks, table_lens.tolist(), strict=True):
             parts += chunk.slots, self._padding_table[: length - len(chunk.slots)]
@@ -433,54 +468,34 @@ def _numbered(lens: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int
     return owners, (np.arange(len(owners)) - (np.cumsum(lens) - lens)[owners]).astype(np.int32)
 
 
-def _pack_nexts(
-    chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: bool, into: NDArray[np.int32]
-) -> None:
-    """Token ids, or -1 - the number of the sample that is the next token."""
-    at = sample = 0
-    for chunk in chunks[:num_decodes]:
-        end = at + len(chunk.tokens)
-        into[at:end] = (
-            -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
-        )
-        at, sample = end, sample + max(chunk.num_logits, is_bucket)
-    into[at : at + gap] = 0
-    at += gap
-    for chunk in chunks[num_decodes:]:
-        end = at + len(chunk.tokens)
-        into[at : end - 1] = chunk.tokens[1:]
-        into[end - 1] = -1 - sample if chunk.num_logits else chunk.next_token
-        at, sample = end, sample + max(chunk.num_logits, is_bucket)
-    into[at:] = 0
+def _spans(rows: _Rows) -> Spans:
+    resident, lens = (values[rows.num_decodes :].tolist() for values in (rows.resident, rows.lens))
+    return tuple(zip(resident, lens, strict=True))
 
 
-def _pack_drafted(
-    chunks: tuple[Chunk, ...], is_bucket: bool, num_samples: int, ints: NDArray[np.int32], at: int
-) -> Drafted:
+def _pack_drafted(chunks: Sequence[Chunk], is_bucket: bool, packed: Packed, num_drafts: int) -> Drafted:
     """In a bucket every row has a sample, and a padding row is a group of its own."""
+    num_samples = packed.shape.num_samples
+    at, ints = packed.append(Drafted.num_ints(num_samples, num_samples - num_drafts))
     sizes = np.array([max(chunk.num_logits, is_bucket) for chunk in chunks], np.int32)
     flags = np.repeat([chunk.num_unsure > 0 for chunk in chunks], sizes)
     sizes = np.concatenate([sizes[sizes > 0], np.ones(num_samples - len(flags), np.int32)])
-    unsure, group_of, starts, lengths = np.split(ints[at:], np.cumsum([num_samples, num_samples, len(sizes)]))
+    unsure, group_of, starts, lengths = np.split(ints, np.cumsum([num_samples, num_samples, len(sizes)]))
     unsure[: len(flags)], unsure[len(flags) :] = flags, 0
     group_of[:] = np.repeat(np.arange(len(sizes)), sizes)
     starts[:] = np.cumsum(sizes) - sizes
     lengths[:] = sizes - 1
-    return Drafted(
-        at, num_samples, len(sizes), int(lengths.max(initial=0)), max(chunk.num_unsure for chunk in chunks)
-    )
+    most = int(lengths.max(initial=0)), max(chunk.num_unsure for chunk in chunks)
+    return Drafted(at, num_samples, len(sizes), *most)
 
 
-def _pack_paged(
-    chunks: tuple[Chunk, ...],
-    q_starts: NDArray[np.int32],
-    first_rows: NDArray[np.intp],
-    tables: NDArray[np.int32],
-    table_at: int,
-) -> Iterator[PagedChunk]:
+def _pack_paged(chunks: Sequence[Chunk], rows: _Rows, parts: _Parts, table_at: int) -> tuple[PagedChunk, ...]:
     """Chunks with paged-out blocks; their host slots follow all tables."""
-    for number, chunk in zip(first_rows.tolist(), chunks, strict=True):
+    paged = []
+    for number, chunk in zip(rows.firsts.tolist(), chunks, strict=True):
         if chunk.paged is not None and len(chunk.paged):
-            tables[table_at : table_at + len(chunk.paged)] = chunk.paged
-            yield PagedChunk((int(q_starts[number]), int(q_starts[number + 1])), chunk.paged, table_at)
+            parts.tables[table_at : table_at + len(chunk.paged)] = chunk.paged
+            tokens = int(parts.q_starts[number]), int(parts.q_starts[number + 1])
+            paged.append(PagedChunk(tokens, chunk.paged, table_at))
             table_at += len(chunk.paged)
+    return tuple(paged)

@@ -96,6 +96,7 @@ class Forward:
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
         self._pending = pending
         self._blank = blank
+        self.blanks = blank is not None
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""

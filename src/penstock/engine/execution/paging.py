@@ -1,10 +1,11 @@
-"""KV that stays in host memory while a step reads it. Owns the few device buffers that it is streamed
+"""The pass of layers whose KV is partly in host memory. Owns the few device buffers that it is streamed
 through, one layer of one piece at a time, and their order: attention waits for the copy into a buffer, and
 the next copy waits for that attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import PagedChunk
+from penstock.engine.execution.forward import Forward
+from penstock.engine.execution.passes import Pass, Step
+from penstock.engine.execution.scoring import ContextKeys
 from penstock.kv.memory import HostArena
 from penstock.lanes.lane import Lane, Ticket
 
@@ -79,3 +83,44 @@ class Fetched(NamedTuple):
     def read_until(self, fence: Fence) -> None:
         """The buffer may be filled again when `fence` has passed."""
         self.free[self.turn] = fence
+
+
+class PagedPass(Pass):
+    """Layers that attend to blocks on the device first, then to pieces that stream in from host memory; and
+    the scores of contexts."""
+
+    def __init__(self, reads: PagedReads, forward: Forward, scores: ContextKeys) -> None:
+        self.reads, self.scores = reads, scores
+        self._forward = forward
+        self.lane = reads.lane
+
+    def pack(self, step: Step) -> None:
+        if step.bucket is None:
+            step.flow.scores = self.scores.for_step(
+                step.plan.chunks, step.packed, step.outputs.room_for_parts
+            )
+
+    def submit_layer(self, step: Step, layer: int) -> None:
+        """In place of the target's own op."""
+        forward, flow, ops = self._forward, step.flow, step.ops
+        scores, layers = flow.scores, (layer, layer + 1)
+        kv = step.kv(layers)
+        ops.submit(partial(forward.attend_resident, flow, layer), f"layer {layer}", kv)
+        for piece in self.reads.pieces(step.packed.paged):
+            fetched = self.reads.fetch(layer, piece, lambda: flow.bound_inputs().tables, ops.lane)
+            add_piece = partial(forward.add_piece, flow, piece.rows, fetched.landed)
+            ops.submit(add_piece, f"piece of layer {layer}", [fetched.access])
+            if scores is not None and (add := scores.piece(layer, piece, fetched.landed)) is not None:
+                ops.submit(add, f"sums of layer {layer}", [fetched.access, *scores.accesses(layers)])
+            fetched.read_until(ops.lane.record())
+        # scoring reads keys in the arena
+        scored = () if scores is None else (*scores.accesses(layers), kv[0])
+        ops.submit(partial(forward.finish, flow, layer), f"rest of layer {layer}", scored)
+
+    def submit(self, step: Step) -> None:
+        """After the target's pass."""
+        if (scores := step.flow.scores) is not None:
+            step.ops.submit(scores.finish, "part scores", [step.written])
+
+    def forget(self, left: Sequence[tuple[str, range]]) -> None:
+        self.scores.forget(left)

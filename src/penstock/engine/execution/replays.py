@@ -128,8 +128,8 @@ class Replays:
         """`others`: the current tensors that a captured step uses besides its inputs and its own memory."""
         self._lane = lane
         self._forward = forward
-        self._packer = packer
         self._others = others
+        self.packer = packer
         self._captured: dict[Shape, Captured] = {}
         self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
         self.inputs = inputs
@@ -147,7 +147,7 @@ class Replays:
         is_deep = False
         if max(map(_START_OF, plan.chunks)) + plan.num_tokens > DEEP_TOKENS:  # otherwise no chunk is deep
             is_deep = (
-                max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
+                max(c.kv_len - c.num_left_out * self.packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
             )
         return self._smallest(num_decodes, num_prompts, num_tokens, is_deep)
 
@@ -206,11 +206,11 @@ class Replays:
         return found
 
     def _addresses(self) -> tuple[int, ...]:
-        return (self.inputs.data_ptr(), *(tensor.data_ptr() for tensor in self._others()))
+        return tuple(tensor.data_ptr() for tensor in (self.inputs, *self._others()))
 
     def _capture(self, bucket: Shape) -> Captured:
-        host = np.empty(bucket.fixed_ints + self._packer.num_padding + bucket.num_tokens, np.int32)
-        packed = self._packer.pack((), 0, bucket, host)
+        host = np.empty(bucket.fixed_ints + self.packer.num_padding, np.int32)
+        packed = self.packer.pack((), 0, bucket, host)
         max_kv_len = DEEP_TOKENS + 1 if bucket.deep else 0
         flow = Flow(packed.shape.views(self.inputs, bucket.num_decodes, max_q_len=0, max_kv_len=max_kv_len))
         if self.inputs.device.type == "cuda":

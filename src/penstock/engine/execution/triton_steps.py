@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Work of a step besides its layers, as one kernel each: a step of a small model takes a millisecond, a
 launch microseconds. They compute the same as `sampler.gumbel_noise` (up to the last bits of `log`),
-`sampler.kept_tokens`, `executor.place_unsure`, `ahead.note` and `ahead.blank`, where the tensors are
+`sampler.kept_tokens`, `target.place_unsure` and `ahead.blank`, where the tensors are
 described."""
 
 from __future__ import annotations

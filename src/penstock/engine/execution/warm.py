@@ -1,4 +1,5 @@
-"""Steps of every kind, run before the first request. Owns the list of kinds; the results are discarded.
+"""Steps of every kind, captured, run and measured before the first request. Owns the list of kinds; the
+results are discarded.
 
 Libraries compile, plan, load and allocate at first use, some of them per thread: cuBLAS its workspace, cuDNN
 its plans. So the thread that will launch all steps launches these, too.
@@ -6,13 +7,19 @@ its plans. So the thread that will launch all steps launches these, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.contract import Adapter, Chunk, Echo, Request, SamplingParams, Start, StepPlan
 from penstock.engine.execution.batch import DEEP_TOKENS, Shape
+from penstock.engine.execution.executor import Executor
+from penstock.engine.execution.running_step import RunningStep
+from penstock.speculation.length import StepCosts
 
 BLANK = Adapter("blank", "")  # for steps that run with an adapter
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -36,7 +43,87 @@ _SAMPLINGS = (
     SamplingParams(max_tokens=1, temperature=0.0, logprobs=5),
     _EVERYTHING,
 )
+_TIMED_STEPS = 8
+_MEASURED_S = 0.5  # total time of measured steps after which no larger size is measured
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # sort and selection kernels depend on the number of rows
+
+
+Report = Callable[[str, int, int], None]
+
+
+def capture_all(executor: Executor, progress: Report) -> None:
+    """Capture every bucket now, so that no request waits for it; the largest first, so that the others reuse
+    its memory."""
+    buckets = executor.target.replays.buckets
+    for done, bucket in enumerate(reversed(buckets)):
+        progress("capturing steps", done, len(buckets))
+        for one in executor.passes:
+            one.capture(bucket)
+    progress("capturing steps", len(buckets), len(buckets))
+
+
+def run_all(executor: Executor, slot: int, max_tokens: int, progress: Report) -> None:
+    """Run one step of every kind over `slot`, which the caller holds. Blocks; call it on the thread that will
+    launch steps."""
+    limits, on_cuda = executor.limits, executor.target.model.device.type == "cuda"
+    sizes = Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
+    for attention in dict.fromkeys(attention for one in executor.passes for attention in one.attentions):
+        attention.warm(sizes.prefill_chunk, max_tokens, progress)
+    kinds = all_kinds(sizes, executor.target.replays.buckets) if on_cuda else few_kinds(sizes)
+    drafted = list[StepPlan]()
+    if limits.num_ahead:
+        drafted = drafted_plans(sizes, slot, limits.block_tokens, limits.num_ahead, on_cuda)
+    num = len(kinds) + len(drafted)
+    for done, plan in enumerate((*plans(kinds, slot, limits.block_tokens), *drafted)):
+        progress("warming up", done, num)
+        _wait_step(executor.launch(plan))
+    progress("warming up", num, num)
+
+
+def measured_costs(executor: Executor, slot: int, costs: StepCosts) -> StepCosts:
+    """Measure decode steps of `costs.sizes` rows on this machine, and the drafting after them. Blocks for
+    some seconds; if steps are slow, the largest sizes are skipped. Call it after `run_all`."""
+    limits, seconds = executor.limits, list[float]()
+    for size in costs.sizes:
+        if sum(seconds) > _MEASURED_S:
+            break
+        took_s = step_s(executor, verify_plan(size, slot, limits.block_tokens, limits.max_request_drafts))
+        seconds.append(max(took_s, *seconds[-1:], 0.0))  # more rows never take less: smooths noise
+    measured = replace(costs, sizes=costs.sizes[: len(seconds)], seconds=tuple(seconds))
+    counts = 1, min(limits.max_batch, measured.sizes[-1])
+    plain, making = (
+        [step_s(executor, decode_plan(num, slot, limits.block_tokens, num_ahead), is_alone) for num in counts]
+        for num_ahead, is_alone in ((0, False), (limits.num_ahead, not limits.num_ahead))
+    )
+    few_s, many_s = (max(0.0, other - one) for one, other in zip(plain, making, strict=True))
+    row_s = max(0.0, many_s - few_s) / max(1, counts[1] - counts[0])
+    return replace(measured, making_s=few_s, making_row_s=row_s)
+
+
+def step_s(executor: Executor, plan: StepPlan, is_alone: bool = False) -> float:
+    """Time of such a step in a pipeline, where each is launched while the one before runs. A slow step, or
+    one that `is_alone`, is launched after the one before was read."""
+    started_s = time.perf_counter()
+    _wait_step(executor.launch(plan))
+    ended_s = time.perf_counter()
+    if ended_s - started_s > _MEASURED_S / 4:
+        return ended_s - started_s
+    plan = replace(plan, starts=())  # rows are set up already
+    running, times = None if is_alone else executor.launch(plan), list[float]()
+    while len(times) < _TIMED_STEPS and sum(times) < _MEASURED_S / 4:
+        launched = executor.launch(plan)
+        _wait_step(running or launched)
+        running = None if is_alone else launched
+        times.append(time.perf_counter() - ended_s)
+        ended_s += times[-1]
+    if running is not None:
+        _wait_step(running)
+    return statistics.median(times)
+
+
+def _wait_step(step: RunningStep) -> None:
+    if (error := step.wait_error()) is not None:
+        raise error
 
 
 class Work(NamedTuple):

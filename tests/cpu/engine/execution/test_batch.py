@@ -10,8 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.contract import Chunk
-from penstock.engine.execution.batch import Packed, Packer, Shape, StepInputs, _pack_nexts
+from penstock.contract import Chunk, StepPlan
+from penstock.engine.execution.ahead import pack_nexts
+from penstock.engine.execution.batch import Packed, Packer, Shape, StepInputs
 from penstock.errors import InvariantBroken
 
 BLOCK, PADDING_SLOT, PADDING_ROW = 4, 99, 7
@@ -418,6 +419,6 @@ def test_the_token_behind_each_is_known_or_the_number_of_its_sample(is_bucket: b
         chunk(5, 0, [20, 21]),
     )
     into = np.full(12 + gap, -7, np.int32)
-    _pack_nexts(chunks, 3, gap, is_bucket, into)
+    pack_nexts(StepPlan(0, chunks, 3), gap, is_bucket, into)
     third, fifth = (3, 5) if is_bucket else (2, 3)
     assert into.tolist() == [-1, -2, 41, -1 - third, *[0] * gap, 5, 6, 42, 21, -1 - fifth, 0, 0, 0]

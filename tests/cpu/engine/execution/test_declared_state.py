@@ -15,10 +15,11 @@ from penstock.config import SpeculationConfig
 from penstock.contract import Access, Mode
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.sampling import SamplePass
 from penstock.errors import InvariantBroken
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from tests.support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import generate, pass_of, run_all, submit, tiny_config
 from tests.support.forced import forced
 
 MakeEngine = Callable[..., Engine]
@@ -49,7 +50,7 @@ class StateWatch(Sanitizer):
 
     def _state(self) -> list[torch.Tensor]:
         assert self.engine is not None
-        sampler = self.engine._parts.executor._sampler
+        sampler = pass_of(self.engine, SamplePass).sampler
         return [sampler.pending, sampler.rejected[:, None], sampler._counts, sampler._in_prompt]
 
     def _layer(self, number: int) -> int:
@@ -134,7 +135,7 @@ def test_a_captured_step_is_not_replayed_over_other_tensors(
     it would decode stale ones."""
     engine = make_engine()
     generate(engine, prompts(20), max_tokens=4)
-    sampler = engine._parts.executor._sampler
+    sampler = pass_of(engine, SamplePass).sampler
     kept, sampler.pending = sampler.pending, sampler.pending.clone()
     try:
         submit(engine, prompts(20, seed=1), max_tokens=4)
@@ -153,18 +154,18 @@ def test_the_other_tensors_of_a_captured_step_are_watched_too(
     generate(engine, prompts(20), max_tokens=4)
     executor = engine._parts.executor
     owner: Any = {
-        "inputs": executor._replays,
-        "rope": executor._forward.model,
-        "arena": executor._forward.attention,
+        "inputs": executor.target.replays,
+        "rope": executor.target.model,
+        "arena": executor.target.attention,
     }[what]
-    bucket = next(iter(executor._replays._captured))
-    executor._replays.get(bucket)
+    bucket = next(iter(executor.target.replays._captured))
+    executor.target.replays.get(bucket)
     kept = getattr(owner, what)
     setattr(owner, what, kept.clone())
     with pytest.raises(InvariantBroken, match="captured over tensors since replaced"):
-        executor._replays.get(bucket)
+        executor.target.replays.get(bucket)
     setattr(owner, what, kept)
-    executor._replays.get(bucket)
+    executor.target.replays.get(bucket)
 
 
 def test_the_sanitizer_sees_results_that_are_read_too_early(

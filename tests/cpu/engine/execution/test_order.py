@@ -13,10 +13,11 @@ import torch
 from penstock.contract import Access, Mode
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import Outputs, RunningStep
+from penstock.engine.execution.sampling import SamplePass
 from penstock.engine.execution.staging import StagingRing
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane
-from tests.support.driving import run_all, submit
+from tests.support.driving import pass_of, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -33,14 +34,14 @@ def order_of_use(
     table = cache.open("earlier user", None, 0)
     assert table.try_extend(cache.num_blocks)
     table.release(other.record())
-    embed = engine._parts.executor._forward.model.embed
+    embed = engine._parts.executor.target.model.embed
 
     def noted(tokens: Any) -> Any:
         order.append("step")
         stepped.set()
         return embed(tokens)
 
-    monkeypatch.setattr(engine._parts.executor._forward.model, "embed", noted)
+    monkeypatch.setattr(engine._parts.executor.target.model, "embed", noted)
     submit(engine, prompt, max_tokens=1)
     engine.step()
     running = engine.turns.running
@@ -145,7 +146,7 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
     lane, scheduler, sampler = (
         engine._parts.lanes[0],
         engine._parts.scheduler,
-        engine._parts.executor._sampler,
+        pass_of(engine, SamplePass).sampler,
     )
     lane.submit(lambda: (began.set(), gate.wait(30)), label="a step that takes long")
     assert began.wait(30), "the step before it has not counted its token"

@@ -139,8 +139,8 @@ def test_other_weights_do_not_compute_the_same(
     """The fault: the replay runs on another model. So the tests beside this one can fail."""
     run = record(make_engine(), lambda engine: generate(engine, prompts(40), logprobs=1))
     executor = fresh()._parts.executor
-    embed = executor._forward.model.embed
-    monkeypatch.setattr(executor._forward.model, "embed", lambda tokens: embed(tokens ^ 1))
+    embed = executor.target.model.embed
+    monkeypatch.setattr(executor.target.model, "embed", lambda tokens: embed(tokens ^ 1))
     assert list(replay(run, executor)) != run.results
 
 
@@ -167,7 +167,7 @@ def test_retractions_and_padded_replays_come_out_the_same(
     assert engine.stats().retractions > 0 and any(start.output for plan in run.plans for start in plan.starts)
     replaying = fresh(**settings)
     assert list(replay(run, replaying._parts.executor)) == run.results
-    assert replaying._parts.executor._replays._captured
+    assert replaying._parts.executor.target.replays._captured
 
 
 def test_a_step_that_fails_is_written_down_with_its_reason(
@@ -177,7 +177,7 @@ def test_a_step_that_fails_is_written_down_with_its_reason(
         raise RuntimeError("the layer burst")
 
     engine = make_engine()
-    monkeypatch.setattr(engine._parts.executor._forward.model, "embed", burst)
+    monkeypatch.setattr(engine._parts.executor.target.model, "embed", burst)
     run = record(engine, lambda engine: generate(engine, prompts(20), max_tokens=2))
     assert run.results[0].error == ("RuntimeError", "the layer burst", False) and run.results[0].sampled == ()
 
