@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import gguf
 import torch
 from torch import Tensor
 
@@ -151,6 +150,8 @@ class GgufModel:
 
 def _names(config: ModelConfig) -> dict[str, str]:
     """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
+    import gguf
+
     kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
     if not kinds:
         raise ModelError(f"the installed gguf package does not know the architecture {config.architecture!r}")

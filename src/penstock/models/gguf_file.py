@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import gguf
 import numpy as np
 import torch
 
@@ -21,6 +20,9 @@ from penstock.errors import ModelError
 from penstock.models.fields import Shape
 from penstock.models.forms import Quants
 from penstock.models.hashed_file import WeightFile, piece_rows
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -40,7 +42,7 @@ class GgufTensor(NamedTuple):
 
     name: str
     shape: Shape
-    kind: gguf.GGMLQuantizationType
+    kind: GGMLQuantizationType
     offset: int  # bytes from the start of the tensor data
     row_bytes: int
 
@@ -97,6 +99,8 @@ class GgufFile:
     def decoded(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, Array]]:
         """A tensor as safetensors stores it, in the pieces of rows that it is hashed in: bytes in a row.
         `interleaved`: the width of heads whose halves are; such a tensor is read as a whole."""
+        import gguf
+
         for rows, raw in self._pieces(tensor, interleaved):
             if not tensor.is_plain:
                 try:
@@ -107,12 +111,12 @@ class GgufFile:
 
     def has_quants(self, tensor: GgufTensor) -> bool:
         """Whether `quants` can tell what its encoding holds: numbers of 4 bits at equal steps."""
-        return tensor.kind in _QUANTS
+        return tensor.kind.name in _QUANTS
 
     def quants(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[Quants]:
         """A tensor that has them, without any rounding, in pieces of rows."""
         for _, raw in self._pieces(tensor, interleaved):
-            parts = _QUANTS[tensor.kind](raw)
+            parts = _QUANTS[tensor.kind.name](raw)
             yield Quants(*(torch.from_numpy(part.reshape(len(raw), -1)) for part in parts))
 
     def _pieces(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, Array]]:
@@ -173,9 +177,11 @@ def _quants_of_q4_1(raw: Array) -> _Parts:
 def _quants_of_q4_k(raw: Array) -> _Parts:
     """Eight groups share two float16 factors, of their steps and of their minima, which have 6 bits each. The
     numbers of two groups share 32 bytes."""
+    from gguf.quants import Q4_K
+
     blocks = raw.reshape(-1, 144)
     factors = _halves(blocks[:, :4])
-    steps, minima = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+    steps, minima = Q4_K.get_scale_min(blocks[:, 4:16])
     scale, least = factors[:, :1] * steps, factors[:, 1:] * minima
     return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)), scale, _MIDDLE * scale - least
 
@@ -189,8 +195,7 @@ def _nibbles(data: Array) -> Array:
 
 
 _MIDDLE = np.float32(8)
-_KIND = gguf.GGMLQuantizationType
-_QUANTS = {_KIND.Q4_0: _quants_of_q4_0, _KIND.Q4_1: _quants_of_q4_1, _KIND.Q4_K: _quants_of_q4_k}
+_QUANTS = {"Q4_0": _quants_of_q4_0, "Q4_1": _quants_of_q4_1, "Q4_K": _quants_of_q4_k}
 
 
 class _Cursor:
@@ -245,6 +250,9 @@ class _Cursor:
         return [self.value(inner, depth + 1) for _ in range(self.count(1))]
 
     def tensor(self) -> GgufTensor:
+        # not every machine that runs converted weights has it
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
         name, num_dimensions = self.string(), self.number("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise self.damaged(f"tensor {name} of {num_dimensions} dimensions")
@@ -253,8 +261,8 @@ class _Cursor:
         if not all(0 < extent < 2**40 for extent in shape) or offset > self._file.num_bytes:
             raise self.damaged(f"tensor {name} of shape {list(shape)} at offset {offset}")
         try:
-            kind = _KIND(number)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            kind = GGMLQuantizationType(number)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
             raise ModelError(f"{self._file.path}: tensor {name} has an unknown encoding {number}") from error
         if shape[-1] % block:

@@ -63,7 +63,7 @@ def withheld(monkeypatch):
         ready.__self__.withhold()
         return HostMemory(arena, ready)
 
-    monkeypatch.setattr("penstock.kv.build.HostMemory", open_memory)
+    monkeypatch.setattr("penstock.kv.tiers.host.HostMemory", open_memory)
 
 
 def test_a_measurement_waits_for_host_memory_that_is_being_prepared(tiered_config, withheld, monkeypatch):

@@ -29,6 +29,7 @@ from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
+from penstock.engine.scheduling.scheduler import Planned
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.saves import Saves
@@ -178,7 +179,7 @@ def test_a_pin_that_nobody_ends_is_noticed(monkeypatch):
 
 def test_a_request_that_never_ends_is_noticed(monkeypatch):
     monkeypatch.setattr(soak, "END_S", 0.2)
-    monkeypatch.setattr("penstock.engine.scheduling.scheduler.Scheduler.plan", lambda self: None)
+    monkeypatch.setattr("penstock.engine.scheduling.scheduler.Scheduler.plan", lambda *_, **__: Planned())
     monkeypatch.setattr(soak, "_Reference", _NoReference)
     monkeypatch.setattr(soak_trouble, "CANCELLED", 0.0)
     assert any("have not ended" in violation for violation in run(seconds=0.2).violations)

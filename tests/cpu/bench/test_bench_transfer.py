@@ -89,7 +89,7 @@ def test_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.Monke
         ready.__self__.withhold()  # as beside a GPU
         return HostMemory(arena, ready)
 
-    monkeypatch.setattr("penstock.kv.build.HostMemory", open_memory)
+    monkeypatch.setattr("penstock.kv.tiers.host.HostMemory", open_memory)
     monkeypatch.setattr(HostArena, "prepare", lambda self, ready, progress, stop: ready(range(3)))
     with pytest.raises(ConfigError, match="lower --blocks"):
         measured()

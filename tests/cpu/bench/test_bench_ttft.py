@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.bench import ttft
@@ -116,7 +117,12 @@ def test_behind_a_disk_the_store_serves_alone_is_cold_again_and_keeps_what_other
 @pytest.mark.parametrize(
     ("what", "name", "fake", "said"),
     [
-        ("penstock.kv.blocks.pool.BlockPool", "find", lambda *_: [], "expected 63 from the device"),
+        (
+            "penstock.kv.blocks.pool.BlockPool",
+            "find",
+            lambda *_: np.empty(0, np.int32),
+            "expected 63 from the device",
+        ),
         ("penstock.kv.cache.KvCache", "lease", lambda *_: None, "expected 63 from the host"),
     ],
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from penstock.commands import doctor
@@ -112,7 +113,9 @@ def test_a_machine_with_a_gpu_is_asked_for_its_kernels(monkeypatch, version):
 
 
 def test_a_cache_that_never_matches_is_found_by_the_generation(monkeypatch):
-    monkeypatch.setattr("penstock.kv.blocks.pool.BlockPool.find", lambda self, keys, like=None: [])
+    monkeypatch.setattr(
+        "penstock.kv.blocks.pool.BlockPool.find", lambda self, keys, like=None: np.empty(0, np.int32)
+    )
     assert doctor._tiny_generation("cpu").status == "fail"
 
 

@@ -481,5 +481,5 @@ def test_a_form_is_refused_where_the_dtype_already_says_it() -> None:
             TorchLayerOps(),
             silent,
         )
-    with pytest.raises(ConfigError, match="--weights must be one of"):
+    with pytest.raises(ConfigError, match="--weights must be auto, float32, bfloat16, int8 or int4"):
         ModelSource(weights="int3")  # type: ignore[arg-type]

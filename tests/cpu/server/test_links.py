@@ -510,11 +510,11 @@ def test_a_call_that_fails_is_answered_with_its_error_and_is_not_in_progress_any
 def test_a_beat_says_how_the_loop_is(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fronts answer probes by it. The greeting is looked at where a front is made."""
     monkeypatch.setattr(linked.loop, "beat_age_s", lambda: 42.0)
-    monkeypatch.setattr(type(linked.loop), "is_warm", False)
+    monkeypatch.setattr(linked.loop, "is_warm", False)
     front = linked.front()
     beats = (message for message in iter(front.receive, None) if isinstance(message, Beat))
     assert (42.0, False) in [(beat.age_s, beat.is_warm) for beat in (next(beats), next(beats))]
-    monkeypatch.setattr(type(linked.loop), "is_warm", True)
+    monkeypatch.setattr(linked.loop, "is_warm", True)
     assert any(next(beats).is_warm for _ in range(3))
 
 
