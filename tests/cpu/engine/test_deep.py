@@ -335,10 +335,7 @@ def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prom
 
 
 def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--kv-resident-tokens must be at least 128 \(8 blocks\), got 100",
-    ):
+    with pytest.raises(ConfigError, match=r"--kv-resident-tokens must be at least 128 \(8 blocks\), got 100"):
         tiny_config(resident_tokens=100)
     with pytest.raises(
         ConfigError,
@@ -346,8 +343,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
     ):
         make_engine(blocks=64, host_blocks=16, max_model_len=2048)
     with pytest.raises(
-        ConfigError,
-        match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload",
+        ConfigError, match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload"
     ):
         make_engine(blocks=64, max_model_len=2048)
     with pytest.raises(

@@ -145,8 +145,7 @@ def test_a_reset_and_a_flush_that_take_too_long_say_which_and_for_how_long(
     engine = make_engine(host_blocks=16)
     monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.001)
     with pytest.raises(
-        DeadlineExceeded,
-        match=r"the cache was not reset within 0\.001 s; it continues in the background",
+        DeadlineExceeded, match=r"the cache was not reset within 0\.001 s; it continues in the background"
     ):
         engine.reset_cache()
     for level in ("captured", "visible"):

@@ -95,8 +95,7 @@ def test_an_adapter_other_than_its_own_cannot_continue_it(make_engine: Make, pro
         engine.snapshots.take(request(prompts(70)))
     assert len(engine.snapshots.open("talk").tokens) == 4 * 70
     with pytest.raises(
-        SnapshotRefused,
-        match=r"adapter is none and here lora, adapter_version is none and here abc",
+        SnapshotRefused, match=r"adapter is none and here lora, adapter_version is none and here abc"
     ):
         engine.snapshots.open("talk", "", Adapter("a", "abc"))
     with pytest.raises(SnapshotMissing):

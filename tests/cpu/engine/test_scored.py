@@ -973,14 +973,10 @@ def make_request(rng: random.Random, stems: list[list[int]]) -> tuple[str, list[
 def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(
     make_engine: Make, prompts: Prompts
 ) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--kv-residency scored needs 384 tokens .* has 320",
-    ):
+    with pytest.raises(ConfigError, match=r"--kv-residency scored needs 384 tokens .* has 320"):
         scored_engine(make_engine, resident_tokens=320)
     with pytest.raises(
-        ConfigError,
-        match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned",
+        ConfigError, match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned"
     ):
         scored_engine(make_engine, pin_spans=((512, 1024),))
     engine = scored_engine(make_engine, residency="exact", resident_tokens=256)

@@ -151,26 +151,13 @@ def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: p
         world.finish()
     world.cache.reset(["device", "host"])
     requests = line_of(world, B, *prompts)
-    assert [prefetch_of(world, request) is not None for request in requests] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert [prefetch_of(world, request) is not None for request in requests] == [False, True, False, False]
     world.plan()
-    assert [prefetch_of(world, request) is not None for request in requests] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert [prefetch_of(world, request) is not None for request in requests] == [False, True, True, False]
     world.plan()
-    assert [prefetch_of(world, request) is not None for request in requests] == [
-        False,
-        True,
-        True,
-        False,
-    ], "the third is too far"
+    assert [prefetch_of(world, request) is not None for request in requests] == [False, True, True, False], (
+        "the third is too far"
+    )
     world.close()
 
 

@@ -233,9 +233,7 @@ def test_nothing_more_is_forgotten_for_answers_while_half_of_their_slots_are_lef
     world.close()
 
 
-def test_slots_for_answers_stay_free_when_somebody_enters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_for_answers_stay_free_when_somebody_enters(monkeypatch: pytest.MonkeyPatch) -> None:
     with_answers(monkeypatch, 2)
     world = full(num_host=24)
     world.submit(A[:4], 8, ignore_eos=True)  # three blocks, one at once
