@@ -3,7 +3,6 @@ content, before and after a reload; KV of one content is never taken for another
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import threading
@@ -145,18 +144,6 @@ def test_an_adapter_says_what_merged_weights_say(
         assert found.tokens == right.tokens != generate(engine, prompts(n), max_tokens=20).tokens
     scores = [[entry.logprob for entry in (*c.prompt_logprobs[1:], *c.logprobs)] for c in (found, right)]
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
-
-
-def test_steps_without_adapters_are_replayed_and_those_with_are_not(
-    make_engine: MakeEngine, prompts: Prompts, load: Load
-) -> None:
-    engine = make_engine()
-    replays = engine._parts.executor._replays
-    adapter = load(engine, "one", 1)
-    generate(engine, prompts(20), adapter=adapter)
-    assert not replays._captured
-    generate(engine, prompts(20))
-    assert replays._captured
 
 
 def test_a_retracted_request_resumes_on_its_own_content(
@@ -395,24 +382,3 @@ def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: 
     assert loop.failed() is None
     assert [tokens for _, tokens in found] == [right[digest] for digest, _ in found]
     check_nothing_held(engine)
-
-
-# ---------------------------------------------------------------------------------------------- configuration
-
-
-def built(**lora: Any) -> Engine:
-    return build(dataclasses.replace(tiny_config(), lora=LoraConfig(**lora)))
-
-
-def test_adapters_of_the_configuration_are_there_from_the_start(tmp_path: Path) -> None:
-    one, two = (
-        str(write_random_adapter(tmp_path / name, TINY_QWEN3, seed))
-        for seed, name in enumerate(("one", "two"))
-    )
-    engine = built(adapters=(("a", one), ("org/b", two)), dir=str(tmp_path))
-    assert [(loaded.adapter.name, loaded.root) for loaded in engine.adapters.all()] == [
-        ("a", one),
-        ("org/b", two),
-    ]
-    assert engine.adapters.root == tmp_path.resolve()
-    engine.close(timeout_s=20.0)

@@ -60,19 +60,6 @@ def test_by_default_a_lease_outlasts_a_load_and_a_load_an_exchange_with_a_store(
     assert defaults.lease_s > defaults.load_deadline_s > defaults.remote_timeout_s
 
 
-@pytest.mark.parametrize(
-    ("blocks", "most", "why"),
-    [(256, TINY_QWEN3.max_position, "positions of the model"), (8, 128, "does not fit into 8 KV blocks")],
-)
-def test_a_context_of_exactly_what_there_is_is_taken_and_one_more_is_not(
-    make_engine: MakeEngine, blocks: int, most: int, why: str
-) -> None:
-    assert make_engine(blocks=blocks, max_model_len=most).max_model_len == most
-    assert make_engine(blocks=blocks).max_model_len == most, "where none is given it is that"
-    with pytest.raises(ConfigError, match=why):
-        make_engine(blocks=blocks, max_model_len=most + 1)
-
-
 @pytest.mark.parametrize(("dtype", "block_tokens"), [("float32", 16), ("bfloat16", 8)])
 def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
     dtype: str, block_tokens: int

@@ -3,7 +3,6 @@ listens to them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from penstock.config import GIB, KvConfig, OffloadConfig
-from penstock.engine import build as building
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
@@ -42,24 +40,6 @@ def test_a_request_is_overtaken_for_as_long_as_the_setting_says_and_never_where_
         )
 
 
-def test_sixteen_may_wait_for_each_that_can_run(make_engine: MakeEngine) -> None:
-    assert make_engine(max_batch=5)._parts.max_open == 80
-
-
-def test_seeds_are_drawn_from_the_seed_of_the_setting(make_engine: MakeEngine) -> None:
-    for seed in (0, 12345):
-        assert make_engine(seed=seed)._seeds.getrandbits(63) == random.Random(seed).getrandbits(63)
-
-
-def test_generation_stops_where_the_model_says(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    model = engine._parts.executor._forward.model.config
-    assert (
-        engine._parts.scheduler._events.stop_ids == frozenset(model.eos_ids)
-        and engine._parts.vocab == model.vocab
-    )
-
-
 # ---------------------------------------------------------------------------------------------- device memory
 
 
@@ -78,11 +58,6 @@ def test_device_memory_holds_as_many_blocks_as_fit_into_it(num_bytes: int, num_b
     assert num_device_blocks(device_gib=num_bytes / GIB) == num_blocks
 
 
-def test_device_memory_for_less_than_two_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"hold less than two KV blocks of .* raise --device-kv-gib"):
-        num_device_blocks(device_gib=(2 * BLOCK_BYTES - 1) / GIB)
-
-
 def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
     engine = build(replace(tiny_config(), kv=KvConfig(block_tokens=32, device_gib=10 * BLOCK_BYTES / GIB)))
     assert (engine.cache.block_tokens, engine.cache.num_blocks, engine._parts.arena.layout.block_tokens) == (
@@ -92,22 +67,6 @@ def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
     )
     assert engine._parts.executor.limits.block_tokens == 32 and engine._parts.executor.limits.max_table == 5
     engine.close(timeout_s=20.0)
-
-
-def test_where_no_size_is_given_a_tiny_model_gets_no_more_than_can_be_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = replace(tiny_config(max_batch=2, max_model_len=100), kv=KvConfig())
-    model = type("M", (), {"device": torch.device("cpu"), "config": type("C", (), {"default_len": 2048})})()
-    layout = type("L", (), {"block_bytes": BLOCK_BYTES, "block_tokens": 16})()
-    assert building._num_blocks(config, layout, model) == 4 * 2 * 7  # type: ignore[arg-type]
-    whole = replace(config, engine=replace(config.engine, max_model_len=None))
-    assert building._num_blocks(whole, layout, model) == 4 * 2 * 128  # type: ignore[arg-type]
-    monkeypatch.setattr(building, "CPU_KV_GIB", 5 * BLOCK_BYTES / GIB)
-    assert building._num_blocks(config, layout, model) == 5, "nor more than there is room for"  # type: ignore[arg-type]
-    monkeypatch.setattr(building, "CPU_KV_GIB", 1.5 * BLOCK_BYTES / GIB)
-    with pytest.raises(ConfigError):
-        building._num_blocks(config, layout, model)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ host memory

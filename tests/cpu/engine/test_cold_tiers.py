@@ -12,7 +12,7 @@ import pytest
 
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, InvalidRequest, StoreFailed
+from penstock.errors import StoreFailed
 from penstock.kv import build as build_module
 from penstock.testing.stores import HandClock, MemoryStore
 from tests.cpu.engine.test_tiers import forget, states, turn, until
@@ -94,14 +94,6 @@ def test_what_was_persisted_survives_the_engine(
     store_of(second, "ssd").wait_scanned(20.0)
     warm = generate(second, prompts(200))
     assert warm.source == KvSource(ssd=192, computed=8) and warm.tokens == cold.tokens
-
-
-def test_an_engine_that_cannot_be_built_leaves_its_directory_to_the_next(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="--kv-offload-remote"):
-        make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05, remote="gopher://nowhere")
-    make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
 
 
 def test_device_host_ssd_and_store_stack_at_the_right_offsets(
@@ -230,19 +222,6 @@ def test_a_cancel_during_a_read_returns_at_once_and_the_slots_stay_with_it(
     )
 
 
-def test_a_read_that_takes_too_long_is_not_waited_for(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://", load_deadline_s=0.05)
-    cold = generate(engine, prompts(100))
-    only_colder(engine)
-    with held(shared, "read"):
-        warm = generate(engine, prompts(100))
-        assert warm.tokens == cold.tokens and warm.source == KvSource(computed=100)
-    settle_all(engine)
-    engine.check()
-
-
 def test_a_store_that_does_not_answer_is_not_waited_for(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
 ) -> None:
@@ -297,20 +276,6 @@ def test_a_store_is_asked_once_for_each_request(
     settle_all(engine)
 
 
-def test_no_room_in_host_memory_means_computing_the_rest(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine = make_engine(host_blocks=4, remote="memory://")
-    cold = generate(engine, prompts(200))
-    settle_all(engine)
-    engine.cache.reset(("device", "host"))
-    warm = generate(engine, prompts(200))
-    assert warm.tokens == cold.tokens
-    assert warm.source is not None and warm.source.remote <= 64
-    settle_all(engine)
-    engine.check()
-
-
 def test_a_flush_says_what_could_not_be_persisted(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
 ) -> None:
@@ -323,11 +288,6 @@ def test_a_flush_says_what_could_not_be_persisted(
     until(engine, lambda: persisting.settled)
     assert isinstance(persisting.error, StoreFailed)
     settle_all(engine)
-
-
-def test_without_a_tier_that_outlives_the_process_nothing_is_persisted(make_engine: MakeEngine) -> None:
-    with pytest.raises(InvalidRequest, match="--kv-offload-ssd-dir"):
-        make_engine(host_blocks=16).wait_flushed("persisted", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from penstock.engine.execution.running_step import RunningStep
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
-from tests.support.recording import recorded
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -102,27 +101,6 @@ def test_deep_requests_and_others_share_steps(make_engine: Make, prompts: Prompt
     run_all(engine)
     for ours, theirs in zip(together, alone, strict=True):
         assert_same(ours, theirs)
-
-
-def test_others_have_steps_of_their_own_between_two_that_read_host_memory(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    engine = deep_engine(make_engine, 256)
-    with recorded(engine) as run:
-        deep, other = (
-            submit(engine, prompts(LONG), max_tokens=20),
-            submit(engine, prompts(30, 2), max_tokens=200),
-        )
-        run_all(engine)
-    plans = run.plans
-    assert len(deep.tokens) == 20 and len(other.tokens) == 200
-    both = [plan for plan in plans if any(chunk.request_id == other.request_id for chunk in plan.chunks)]
-    reads = [any(chunk.num_paged for chunk in plan.chunks) for plan in both]
-    assert sum(reads) > 3 and not any(one and next_one for one, next_one in itertools.pairwise(reads))
-    alone = [plan for plan in plans if plan not in both]
-    assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), (
-        "nobody waits for nobody"
-    )
 
 
 def test_others_have_as_much_time_as_steps_that_read_host_memory(
@@ -321,17 +299,6 @@ def test_after_a_restart_it_goes_on_from_disk(make_engine: Make, prompts: Prompt
     assert ours.source == KvSource(ssd=len(prompt) - ours.source.computed, computed=ours.source.computed), (
         "not the tier it was read into"
     )
-
-
-def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prompts: Prompts) -> None:
-    """Blocks of a returning conversation are promoted into other slots where they fit, and are the same to
-    the bit."""
-    engine = deep_engine(make_engine, 256, blocks=128)
-    prompt = prompts(LONG)
-    generate(engine, prompt, max_tokens=1)
-    settle_all(engine)
-    keys = engine.cache.prefix_of(np.array(prompt, np.uint32)).keys  # type: ignore[union-attr]
-    assert engine.cache.loads._host.num_leading(keys) == len(keys)
 
 
 def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:

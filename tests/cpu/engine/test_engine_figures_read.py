@@ -10,21 +10,10 @@ import pytest
 from penstock.contract import FinishReason
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
-from tests.support.driving import generate, run_all, settle_all, submit
-from tests.support.gates import gates
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
-
-
-def test_figures_that_were_read_stay_as_they_were(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """Whoever reports reads them on another thread, while the engine's counts on."""
-    engine = make_engine()
-    generate(engine, prompts(20))
-    figures = engine.stats()
-    before = repr(figures)
-    generate(engine, prompts(40, seed=1))
-    assert repr(figures) == before and repr(engine.stats()) != before
 
 
 def test_a_request_without_a_token_has_no_time_to_its_first(
@@ -42,28 +31,6 @@ def test_a_request_without_a_token_has_no_time_to_its_first(
     assert sum(engine.stats().ttft.counts) == 0
     generate(engine, prompts(20))
     assert sum(engine.stats().ttft.counts) == 1
-
-
-def test_only_a_wait_for_a_load_is_exposed(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that has nothing to do but to see a save end keeps nobody waiting."""
-    engine = make_engine(host_blocks=64)
-    _, save = gates(engine)
-    save.hold()
-    try:
-        generate(engine, prompts(40), max_tokens=1)
-        assert engine.is_transferring()
-        engine.wait_work(0.001)
-        assert engine.stats().load_exposed_s == 0.0
-        # a load that somebody waits for is over before a test could be sure of it
-        with monkeypatch.context() as patched:
-            patched.setattr(type(engine._parts.scheduler), "awaits_load", True)
-            engine.wait_work(0.001)
-        assert engine.stats().load_exposed_s > 0.0
-    finally:
-        save.let()
-    settle_all(engine)
 
 
 @pytest.mark.parametrize("name", ["_num_flying", "_num_cold"])

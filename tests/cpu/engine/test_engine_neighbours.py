@@ -8,25 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason
 from penstock.engine.engine import Engine
 from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
-
-
-def test_each_request_gets_as_many_alternatives_as_it_asked_for(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """A step computes as many as the greediest of them wants."""
-    engine = make_engine()
-    wanted = (None, 0, 1, 5)
-    found = [submit(engine, prompts(20, seed=i), logprobs=num) for i, num in enumerate(wanted)]
-    run_all(engine)
-    for num, one in zip(wanted, found, strict=True):
-        assert len(one.tokens) == 8
-        assert [len(entry.top) for entry in one.logprobs] == ([] if num is None else [num] * 8)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +29,3 @@ def test_a_penalty_counts_what_was_generated_before_a_retraction(
     expected = [generate(alone, prompt, max_tokens=30, **penalty).tokens for prompt in asked]
     assert [one.tokens for one in found] == expected
     assert expected[1] != generate(alone, asked[1], max_tokens=30).tokens, "the penalty changes something"
-
-
-def test_a_token_that_ends_a_request_is_one_that_was_generated(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    (first,) = generate(engine, prompts(20), max_tokens=1).tokens
-    stopped = generate(engine, prompts(20), stop_token_ids=frozenset({first}))
-    assert (stopped.finish, stopped.tokens) == (FinishReason.STOP, [])
-    assert engine.stats().generated_tokens == 2

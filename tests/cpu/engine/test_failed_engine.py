@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
-from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest
@@ -289,19 +288,6 @@ def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(
     save.let()
     engine.close(20.0)
     assert failure_of(flush) is None and len(shared.blocks) == 6
-
-
-def test_an_operator_does_not_wait_for_ever_for_an_engine_that_does_not_come_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.0)
-    engine = build(host_blocks=16)
-    for call in (engine.reset_cache, lambda: engine.wait_flushed("visible", 0.0)):
-        with pytest.raises(DeadlineExceeded, match="continues in the background"):
-            call()
-    engine.step()  # and what was asked for is done all the same
-    assert not engine._flushes and len(engine._inbox) == 0
-    engine.close(20.0)
 
 
 # ---------------------------------------------------------------- a submit that is refused at the last moment

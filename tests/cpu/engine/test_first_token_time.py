@@ -27,15 +27,3 @@ def test_a_request_that_lies_in_the_inbox_waits_for_its_first_token(
         run_all(engine)
     assert len(answer.tokens) == 1
     assert engine.stats().ttft.total == 7.0
-
-
-def test_requests_that_never_gave_way_have_no_time_to_come_back(
-    make_engine: Callable[..., Engine], prompts: Callable[..., list[int]]
-) -> None:
-    engine = make_engine()
-    for seed in range(3):
-        submit(engine, prompts(20, seed), max_tokens=3)
-    run_all(engine)
-    stats = engine.stats()
-    assert sum(stats.ttft.counts) == 3
-    assert sum(stats.resume.counts) == 0

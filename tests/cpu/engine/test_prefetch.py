@@ -13,14 +13,12 @@ from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.reads import Fetch
 from penstock.testing.stores import MemoryStore
-from tests.cpu.engine.test_cold_tiers import held, only_colder, shared, store_of
+from tests.cpu.engine.test_cold_tiers import held, only_colder, store_of
 from tests.cpu.engine.test_tiers import states, turn, until
-from tests.store_servers import valkey_or_skip
 from tests.support.driving import Collected, generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
-__all__ = ["shared"]  # the fixture
 
 
 def prefetch(engine: Engine, prompt: list[int]) -> Fetch:
@@ -69,21 +67,6 @@ def test_blocks_of_a_real_disk_come_ahead_of_anybody(
     assert engine.cache.cold_tiers["ssd"].counts.num_read - before == 12
     warm = generate(engine, prompts(200))
     assert warm.source == KvSource(host=192, computed=8) and warm.tokens == cold.tokens
-
-
-def test_blocks_of_a_real_store_come_ahead_of_anybody(make_engine: MakeEngine, prompts: Prompts) -> None:
-    with valkey_or_skip() as server:
-        engine = make_engine(host_blocks=128, remote=server.url(), remote_timeout_s=30.0)
-        cold = generate(engine, prompts(200))
-        only_colder(engine)
-        fetch = prefetch(engine, prompts(200))
-        assert not fetch.settled, "it has not answered"
-        settle_all(engine)
-        assert fetch.num_came == fetch.num_blocks == 12
-        warm = generate(engine, prompts(200))
-        assert warm.source == KvSource(host=192, computed=8) and warm.tokens == cold.tokens
-        settle_all(engine)
-        engine.close(20.0)
 
 
 def test_damage_on_a_real_disk_ends_it_and_the_rest_is_computed(
@@ -148,25 +131,6 @@ def test_a_request_that_comes_while_it_is_read_for_shares_the_read(
     assert warm.tokens == cold.tokens and warm.source == KvSource(remote=96, computed=4)
     settle_all(engine)
     assert shared.calls.count("read") == 1, "six small blocks are one group"
-
-
-def test_a_cancel_in_line_keeps_what_is_being_read_and_nothing_else(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, _ = far_away(make_engine, prompts, max_batch=1)
-    with held(shared, "read"):
-        _, behind = waiting_behind(engine, prompts, prompts(100))
-        until(engine, lambda: engine.stats().kv_blocks["host"]["reserved"] == 6)
-        engine.cancel(behind.request_id)
-        turn(engine)
-        assert behind.finish is FinishReason.CANCELLED
-        assert engine.stats().kv_blocks["host"]["reserved"] == 6, "a read under way keeps what it writes"
-    run_all(engine)
-    settle_all(engine)
-    assert engine.stats().kv_blocks["host"]["reserved"] == 0
-    assert generate(engine, prompts(100)).source == KvSource(host=96, computed=4), (
-        "and what it has read can be found"
-    )
 
 
 def test_a_reset_while_it_is_read_for_is_for_good(

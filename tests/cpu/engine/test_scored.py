@@ -281,21 +281,6 @@ def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(
     assert not any(chunk.num_left_out for chunk in exact) and exact[-1].scoring is not None
 
 
-def test_device_memory_in_use_does_not_grow_with_the_context(make_engine: Make, prompts: Prompts) -> None:
-    most: list[int] = []
-    for length in (1024, 1900):
-        engine = scored_engine(make_engine)
-        submit(engine, prompts(length), max_tokens=40)
-        active = 0
-        while engine.has_work():
-            if not engine.step():
-                engine.wait_work(1.0)
-            engine.check()
-            active = max(active, engine.cache.stats().slots["device"].active)
-        most.append(active)
-    assert most[0] == most[1] == RESIDENT // 16
-
-
 def test_recall_is_the_share_of_attention_on_what_is_on_the_device(
     make_engine: Make, prompts: Prompts, monkeypatch: Any
 ) -> None:
@@ -553,27 +538,6 @@ def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(
     engine.cache.loads._host.forget(kept.keys[32:33])
     found.append(generate(engine, longer, max_tokens=2).source.host)  # type: ignore[union-attr]
     assert found == [1088, 512]
-
-
-def test_a_session_that_is_released_leaves_nothing_that_was_scored(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    """Also what an earlier turn of it has kept."""
-    engine, prompt = scored_engine(make_engine), prompts(1024)
-    for turn, release in ((0, False), (1, False), (2, True)):
-        answer = Collected()
-        params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
-        engine.submit(prompt, params, answer.events.append, session="agent", hint=CacheHint(release=release))
-        run_all(engine)
-        settle_all(engine)
-        prompt = [*prompt, *answer.tokens, *prompts(40, seed=turn)]
-        assert bool(engine.cache.writeback._unshared) != release
-        assert len(engine.cache._tables.kept) == (not release), "what a turn went on from is a part of it"
-    for _ in range(5):
-        engine.step()
-    assert engine.stats().kv_blocks["host"]["idle"] == 0 and not engine.cache._tables.kept
-    assert engine.stats().sessions.released_blocks >= 1344 // 16
-    assert generate(engine, prompt[:1500], max_tokens=2).source.host == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])

@@ -26,17 +26,3 @@ def test_a_full_chunk_is_scored_beside_answers_that_are(make_engine: MakeEngine,
     assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 40
     alone = generate(make_engine(), prompts(4, 0), max_tokens=20, logprobs=MAX_LOGPROBS)
     assert answers[0].tokens == alone.tokens
-
-
-def test_a_token_that_ends_a_request_has_no_score_of_its_own(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """Every event has as many scores as tokens, so that whoever reads them knows which is which."""
-    engine = make_engine()
-    free = generate(engine, prompts(20), max_tokens=8, logprobs=0)
-    last = free.tokens[-1]
-    stopped = generate(engine, prompts(20), max_tokens=8, logprobs=0, stop_token_ids=frozenset({last}))
-    assert stopped.finish is FinishReason.STOP
-    assert stopped.tokens == free.tokens[: free.tokens.index(last)]
-    for event in (*free.events, *stopped.events):
-        assert event.logprobs is not None and len(event.logprobs) == len(event.tokens)

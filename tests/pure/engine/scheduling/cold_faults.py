@@ -89,7 +89,7 @@ def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
 
 
 def keeps_those_in_line_waiting_for_a_load_that_is_over(patch: Patch) -> None:
-    patch.setattr(Loads, "_end", lambda self, load: self.host.end_handles(load.kept))
+    patch.setattr(Loads, "_end", lambda self, load: load.end_kept())
     patch.setattr(
         Loads,
         "is_coming",

@@ -66,11 +66,11 @@ def check_wants(world: World) -> None:
     )
     if world.tiers is not None:
         host = world.tiers.host
-        assert set(host.pool.idle.wants) <= {lease.want for lease in host._leases}, (
+        assert set(host.pool.idle.wants) <= {lease.want for lease in host.leases}, (
             "host blocks are wanted without a lease"
         )
         leases = {one.lease for one in waiting}
-        assert all(lease in leases or getattr(lease, "saving", False) for lease in host._leases), (
+        assert all(lease in leases or getattr(lease, "saving", False) for lease in host.leases), (
             "a lease is nobody's in line"
         )
 

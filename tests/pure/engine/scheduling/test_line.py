@@ -292,17 +292,6 @@ def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
     assert len(crowd.line.look_again(64)) == 10
 
 
-def test_nothing_is_kept_of_those_that_have_left_the_line() -> None:
-    """A prompt of 100,000 tokens is megabytes, and an engine without work makes no plans."""
-    crowd = Crowd(60.0)
-    for _ in range(5):
-        crowd.add()
-    for state in (State.RUNNING, State.ENDED):
-        crowd.leave(crowd.waiting[0], state)
-    assert len(crowd.line._to_look_at) == 3
-    assert set(crowd.line.look_again(64)) == set(crowd.waiting)
-
-
 def test_newcomers_are_looked_at_before_others_are_looked_at_again() -> None:
     crowd = Crowd(60.0)
     known = [crowd.add() for _ in range(4)]

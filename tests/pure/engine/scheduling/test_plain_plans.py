@@ -36,7 +36,7 @@ from penstock.contract import (
     TokenScores,
     Waits,
 )
-from penstock.errors import InvariantBroken, TransferFailed
+from penstock.errors import InvariantBroken
 from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import Walker, choose
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -199,12 +199,3 @@ def test_what_a_plan_waits_for_is_looked_up_by_its_names() -> None:
     for missing in (Waits(waits.fences, {}), Waits({}, waits.loads)):
         with pytest.raises(InvariantBroken, match="step 3 is to wait for"):
             missing.of(plan)
-
-
-def test_a_failure_says_what_was_raised_and_whether_the_step_lacked_kv() -> None:
-    class Late(TransferFailed):
-        pass
-
-    assert StepFailure.of(RuntimeError("no device")) == ("RuntimeError", "no device", False)
-    assert StepFailure.of(Late("no block")) == ("Late", "no block", True)
-    assert str(StepFailure.of(RuntimeError("no device"))) == "RuntimeError: no device"

@@ -87,12 +87,6 @@ def test_of_chunks_of_one_token_those_that_sample_come_first() -> None:
     ).num_decodes == 4
 
 
-def test_one_that_has_added_nothing_may_leave() -> None:
-    draft, track = NextStep(), running("r", 5)
-    draft.drop(track.request.id)
-    assert not (draft.chunks() or draft.loads)
-
-
 @pytest.mark.parametrize(("settled", "waits"), [(True, False), (False, True)])
 def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(
     settled: bool, waits: bool

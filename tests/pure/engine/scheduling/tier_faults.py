@@ -284,7 +284,7 @@ def evicts_what_is_leased(patch: Patch) -> None:
         def faulty(self: HostTier, *args: Any) -> HostLease | None:
             given: HostLease | None = lease(self, *args)
             if given is not None and given.want is not None:
-                self._pool.end_want(given.want)
+                given.want.end()
             return given
 
         return faulty
@@ -293,19 +293,20 @@ def evicts_what_is_leased(patch: Patch) -> None:
 
 
 def promotes_what_has_gone_since_it_was_found(patch: Patch) -> None:
-    patch.setattr(HostTier, "_refresh", lambda self, lease: None)
+    patch.setattr(HostLease, "refresh", lambda self: None)
 
 
 def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
-    def make(take_lease: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: HostTier, lease: HostLease) -> list[Any] | None:
-            kept = take_lease(self, lease)
-            self.end_handles(kept or ())
+    def make(take: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(self: HostLease) -> list[Any] | None:
+            kept = take(self)
+            for handle in kept or ():
+                handle.end()
             return None if kept is None else []
 
         return faulty
 
-    _around(patch, HostTier, "take_lease", make)
+    _around(patch, HostLease, "take", make)
 
 
 def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
@@ -322,12 +323,7 @@ def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
 
 
 def keeps_what_was_saved_for_one_request(patch: Patch) -> None:
-    def make(end_handles: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda handles, fence=None: end_handles(
-            [handle for handle in handles if not isinstance(handle, Reservation)], fence
-        )
-
-    patch.setattr(HostTier, "_end_handles", staticmethod(make(HostTier._end_handles)))
+    patch.setattr(Reservation, "end", lambda self, *given: None)
 
 
 def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
@@ -351,7 +347,7 @@ def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
 def refuses_to_save_into_a_full_host(patch: Patch) -> None:
     def make(submit_saves: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Saves) -> None:
-            if not self.host.pool.counts.free:
+            if not self._host.pool.counts.free:
                 raise TransferFailed("the host tier is full")
             submit_saves(self)
 
@@ -381,6 +377,7 @@ WALKED: list[Fault] = [
     publishes_a_demotion_that_failed,
     publishes_a_promotion_that_failed,
     promotes_what_has_gone_since_it_was_found,
+    lets_go_of_the_sources_when_a_promotion_begins,
     keeps_what_was_saved_for_one_request,
     takes_one_end_for_the_end_of_all,
 ]
