@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.cpu.engine.conftest import prompts
 from tests.cpu.engine.test_engine import *  # noqa: F403
-from tests.cpu.engine.test_logit_bias import *  # noqa: F403
+from tests.cpu.engine.test_combined_requests import *  # noqa: F403
 from tests.cpu.engine.test_engine import MakeEngine, Prompts
 from tests.cpu.engine.test_stress import (
     test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone,

@@ -819,33 +819,6 @@ def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(
     assert_nothing_held(engine)
 
 
-def test_closed_in_the_middle_of_a_fetch_it_waits_for_the_copy(make_engine: Make, prompts: Prompts) -> None:
-    engine = scored_engine(make_engine)
-    may_go_on, stopped = hold_loads(engine)
-    submit(engine, prompts(LONG), max_tokens=200)
-    run_until(engine, stopped.is_set)
-    threading.Timer(0.05, may_go_on.set).start()
-    engine.close(timeout_s=20.0)
-    slots = engine.cache.stats().slots
-    assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
-
-
-def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    engine = scored_engine(make_engine)
-    deep = submit(engine, prompts(LONG), max_tokens=60)
-    run_until(engine, lambda: len(deep.tokens) > 1)
-    may_go_on, stopped = hold_loads(engine)
-    run_until(engine, lambda: stopped.is_set() and len(deep.tokens) >= 20)
-    scheduler = engine._parts.scheduler
-    scheduler.retract(scheduler.running.requests[deep.request_id])
-    may_go_on.set()
-    run_all(engine)
-    assert deep.finish is FinishReason.LENGTH and len(deep.tokens) == 60
-    assert_nothing_held(engine)
-
-
 def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompts) -> None:
     engine = scored_engine(make_engine)
     copier, failures = engine.cache.loads.mover.copier, []

@@ -412,7 +412,7 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     forget(engine)
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
     # it is seen to be over only later
-    monkeypatch.setattr(Transfer, "over", lambda self: self._launched and engine.stats().steps > 3)
+    monkeypatch.setattr(Transfer, "over", lambda self: self.arrivals is not None and engine.stats().steps > 3)
     generate(engine, prompts(90), max_tokens=4)
     said = [report.sentence for report in sanitizer.reports]
     assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said

@@ -222,35 +222,6 @@ def test_two_waiting_requests_starve_each_other() -> None:
     assert [source_of(world, i).host for i in (first, second)] == [11, 11]
 
 
-# Holds invariant 14: the last token is computed, and nothing is written.
-def test_page_aligned_full_match_leaves_nothing_to_compute() -> None:
-    world = remembered(A[:8])
-    again = world.submit(A[:8], 3, ignore_eos=True)
-    assert world.plan() is None
-    world.device.lanes.run_all()
-    world.settle()
-    plan = planned(world)
-    assert shape(plan) == [(again, 7, 1)] and not plan.chunks[0].writes and plan.chunks[0].num_logits
-    world.close()
-    assert source_of(world, again) == KvSource(host=7, computed=1)
-
-
-# ------------------------------------------------------------------------------------------- ends of requests
-
-
-# Holds invariant 12: a load that fails leaves no lease.
-def test_lease_leaked_on_the_failure_path() -> None:
-    world, request_id = loading()
-    tiers = tiers_of(world)
-    tiers.promotions.fail_next = 1
-    world.device.lanes.run_all()
-    world.settle()
-    assert tiers.loads.mover.counts.failures == {"copy": 1}
-    assert tiers.host.pool.counts.pinned == 0 and len(tiers.host.leases) == 0
-    world.close()
-    assert source_of(world, request_id) == KvSource(computed=9)
-
-
 # -------------------------------------------------------------------------------------------------- transfers
 
 
@@ -271,21 +242,6 @@ def test_prefetch_waits_for_one_stuck_load() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- host pool
-
-
-# Holds invariant 24: requests end as if the pool had room.
-def test_full_host_pool_aborts_a_request() -> None:
-    world = remembered(A[:8], num_slots=6, num_host=2)
-    busy = world.submit(B[:8], LONG, ignore_eos=True)
-    planned(world)
-    # its lease keeps both blocks of the host from everybody else
-    waiting = world.submit([*A[:8], 1], LONG, ignore_eos=True)
-    while world.asked[busy].ended is None:
-        world.step()
-    traffic = world.cache.stats().traffic
-    assert traffic is not None and traffic.skipped["full"] == tiers_of(world).host.counts.skipped_full >= 3
-    world.close()
-    assert [world.outcome(i)[1] for i in (busy, waiting)] == [FinishReason.LENGTH] * 2
 
 
 def test_evicting_a_leased_block() -> None:
@@ -323,11 +279,8 @@ RED: list[tuple[faults.Fault, Callable[..., None]]] = [
         test_nobody_is_pushed_out_while_transfers_under_way_free_enough,
     ),
     (faults.forgets_what_is_promised, test_two_waiting_requests_starve_each_other),
-    (faults.leaves_nothing_to_compute, test_page_aligned_full_match_leaves_nothing_to_compute),
-    (faults.forgets_the_sources_of_a_load_that_failed, test_lease_leaked_on_the_failure_path),
     (faults.waits_for_ever_for_a_late_load, test_prefetch_waits_for_one_stuck_load),
     (faults.keeps_others_waiting_for_a_late_load, test_prefetch_waits_for_one_stuck_load),
-    (faults.refuses_to_save_into_a_full_host, test_full_host_pool_aborts_a_request),
     (faults.evicts_what_is_leased, test_evicting_a_leased_block),
 ]
 

@@ -23,7 +23,6 @@ from penstock.contract import (
     Grammar,
     KeptSums,
     PartScores,
-    Request,
     Sampled,
     SamplingParams,
     Scoring,
@@ -122,27 +121,6 @@ def test_no_field_of_a_plan_or_result_holds_what_lives() -> None:
 @pytest.mark.parametrize("kind", [StepPlan, StepResult])
 def test_no_field_is_declared_to_hold_what_lives(kind: Any) -> None:
     assert list(declared_living(kind, kind.__name__)) == []
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [1],
-        {},
-        object(),
-        len,
-        np.float64(1.0),
-        np.zeros(1),
-        Request("r", [1], SamplingParams(max_tokens=1)),
-        Waits(),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_lives_is_noticed_wherever_it_is(value: Any) -> None:
-    """The fault: such a thing is in a plan."""
-    chunk = Chunk("r", 0, 0, (1,), np.zeros(1, np.int32), True, 1)._replace(adapter=value)
-    assert len(list(living(StepPlan(1, (chunk,), 1), "plan"))) == 1
-    assert len(list(declared_living(type(value), "plan"))) == 1
 
 
 def test_the_same_walk_makes_the_same_plans_and_results_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,17 +51,6 @@ def test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on(make: Make
     assert world.scheduler.counts.retractions == 1
 
 
-def test_a_retracted_request_resumes_only_when_its_newest_token_is_known(make: Make) -> None:
-    world = crowded(make)
-    assert world.samples_in_flight("r1") == 1
-    world.cancel("r0")  # now there is room
-    assert world.plan() is None
-    world.commit()
-    (start,) = planned(world).starts
-    assert start.request_id == "r1" and len(start.output) == len(world.outcome("r1")[0])
-    world.close()
-
-
 def pushed_out_inside_its_prompt(make: Make, **sampling: int) -> World:
     """The second request is pushed out when half its prompt is computed, by a step that is still in
     flight."""
@@ -84,22 +73,6 @@ def test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it(mak
     world.close()
 
 
-def test_prompt_logprobs_of_a_request_pushed_out_inside_its_prompt_are_not_doubled(make: Make) -> None:
-    world = pushed_out_inside_its_prompt(make, prompt_logprobs=0)
-    world.close()
-    assert len(world.asked["r1"].lives) == 2 and world.outcome("r1")[1] is FinishReason.LENGTH
-
-
-def test_prompt_logprobs_of_a_step_that_a_retraction_overtook_are_not_lost(make: Make) -> None:
-    world = World(num_slots=5, prefill_chunk=8, overcommit=4.0, make=make)
-    world.submit(A[:8], 8, ignore_eos=True)
-    world.submit(B[:8], 8, ignore_eos=True, prompt_logprobs=0)
-    planned(world)
-    assert shape(planned(world)) == [("r0", 8, 1), ("r1", 0, 8)]
-    assert shape(planned(world)) == [("r0", 9, 1)] and world.scheduler.counts.retractions == 1
-    world.close()
-
-
 def test_a_request_that_scores_its_prompt_ends_even_if_it_is_pushed_out_behind_its_last_step() -> None:
     world = World(num_slots=5, prefill_chunk=8, overcommit=4.0)
     world.submit(A[:8], 8, ignore_eos=True)
@@ -111,34 +84,11 @@ def test_a_request_that_scores_its_prompt_ends_even_if_it_is_pushed_out_behind_i
     assert world.outcome(scored) == ([], FinishReason.LENGTH) and len(world.asked[scored].lives) == 1
 
 
-def test_a_request_pushed_out_of_the_plan_that_already_had_its_chunk_resumes(make: Make) -> None:
-    """The older one came to run later, since it waited for a prefix: it draws after the younger one was
-    planned."""
-    world = World(num_slots=7, prefill_chunk=64, overcommit=4.0, make=make)
-    world.submit(A[:8], 1)
-    older, younger = world.submit(A[:8], 12, ignore_eos=True), world.submit(B[:7], 12, ignore_eos=True)
-    while not world.scheduler.counts.retractions:
-        assert world.step()
-    assert list(world.cache.tables) == [older] and shape(world.in_flight[-1]) == [(older, 12, 1)]
-    assert world.asked[younger].lives[-1].end == 13
-    world.close()
-
-
 # ----------------------------------------------------------------------------------------------------- faults
 
 RED: list[tuple[Make, Callable[..., None]]] = [
     (faults.RetractsTheOldest, test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on),
-    (faults.ResumesWithATokenInFlight, test_a_retracted_request_resumes_only_when_its_newest_token_is_known),
     (faults.SealsForAnEarlierLife, test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it),
-    (
-        faults.DoublesPromptLogprobs,
-        test_prompt_logprobs_of_a_request_pushed_out_inside_its_prompt_are_not_doubled,
-    ),
-    (
-        faults.LosesPromptLogprobsOfAnEarlierLife,
-        test_prompt_logprobs_of_a_step_that_a_retraction_overtook_are_not_lost,
-    ),
-    (faults.ForgetsARetractedPlan, test_a_request_pushed_out_of_the_plan_that_already_had_its_chunk_resumes),
 ]
 
 
