@@ -23,7 +23,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.scoring import StepScores
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
-from penstock.errors import ConfigError, InvalidRequest, TransferFailed
+from penstock.errors import TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
@@ -708,11 +708,11 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     pin = engine.cache.loads._host.pin_run(kept.keys, "test")
     assert pin is not None and len(pin.run) == len(kept.keys)
     keys = (
-        host[pin.array.tolist(), :num_layers, 0]
+        host[pin.run.tolist(), :num_layers, 0]
         .transpose(0, 1)
         .reshape(num_layers, num_parts, 64, *host.shape[4:])
     )
-    engine.cache.loads._host.end_handles([pin])
+    pin.end()
     assert torch.equal(low, keys.amin(2)) and torch.equal(high, keys.amax(2))
 
 
@@ -902,31 +902,3 @@ def make_request(rng: random.Random, stems: list[list[int]]) -> tuple[str, list[
     stem = rng.choice(stems)
     length = rng.randrange(20, 300) if kind == "fitting" else rng.randrange(700, LONG)
     return kind, [*stem[: rng.randrange(length)], *(rng.randrange(1, 500) for _ in range(length))][:length]
-
-
-# ---------------------------------------------------------------------------------------------------- refused
-
-
-def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-residency scored needs 384 tokens .* has 320"):
-        scored_engine(make_engine, resident_tokens=320)
-    with pytest.raises(
-        ConfigError, match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned"
-    ):
-        scored_engine(make_engine, pin_spans=((512, 1024),))
-    engine = scored_engine(make_engine, residency="exact", resident_tokens=256)
-    with pytest.raises(InvalidRequest, match=r"needs 384 tokens .* has 256"):
-        submit(engine, prompts(LONG), residency="scored")
-    generate(engine, prompts(100), residency="scored")  # fits
-    with pytest.raises(InvalidRequest, match="kv_pin_spans are for requests with kv_residency scored"):
-        submit(engine, prompts(LONG), pins=[(0, 10)])
-    scored = scored_engine(make_engine)
-    with pytest.raises(InvalidRequest, match="one has to be free"):
-        submit(scored, prompts(LONG), pins=[(512, 1024)])
-    with pytest.raises(InvalidRequest, match="pinned spans") as refused:
-        submit(scored, prompts(LONG), pins=[(20, 10)])
-    assert refused.value.param == "kv_pin_spans"
-    with pytest.raises(ConfigError, match="--kv-pin-spans: pinned spans are at most 64 pairs"):
-        scored_engine(make_engine, pin_spans=((5, 5),))

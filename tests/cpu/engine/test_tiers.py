@@ -267,23 +267,6 @@ def test_a_promotion_that_fails_is_computed_instead(
     check_at_rest(engine)
 
 
-@pytest.mark.parametrize("overlap_tokens", [0, 1 << 30], ids=["layer by layer", "behind all of it"])
-def test_a_step_launched_over_a_promotion_that_then_fails_is_computed_again(
-    make_engine: MakeEngine, prompts: Prompts, overlap_tokens: int
-) -> None:
-    engine = make_engine(host_blocks=64)
-    overlap_from(engine, overlap_tokens)
-    expected = generate(engine, prompts(90), max_tokens=6).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    load.fail_next = 1
-    returning = generate(engine, prompts(90), max_tokens=6)
-    assert returning.tokens == expected and returning.error is None
-    assert returning.source is not None and returning.source.host in (0, 80)
-    settle_all(engine)
-    check_at_rest(engine)
-
-
 def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(
     make_engine: MakeEngine, prompts: Prompts
 ) -> None:
