@@ -339,31 +339,6 @@ def prefetch(engine: Engine, prompt: list[int]) -> Fetch:
     return fetch
 
 
-def waiting_behind(engine: Engine, prompts: Prompts, prompt: list[int]) -> tuple[Collected, Collected]:
-    """A request that runs in the only row, and one that waits for it."""
-    ahead = submit(engine, prompts(20, seed=9), max_tokens=60)
-    until(engine, lambda: len(ahead.tokens) > 2)
-    behind = submit(engine, prompt)
-    turn(engine)
-    assert states(engine) == {"running": 1, "waiting": 1}
-    return ahead, behind
-
-
-def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine(host_blocks=128, max_batch=1, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    cold = generate(engine, prompts(400))
-    only_colder(engine)
-    ahead, behind = waiting_behind(engine, prompts, prompts(400))
-    until(engine, lambda: engine.stats().traffic.bytes["ssd", "host"] > 0 and engine.cache.num_in_flight == 0)  # type: ignore[union-attr]
-    assert ahead.finish is None and not behind.tokens, "while the first one computes"
-    run_all(engine)
-    assert behind.tokens == cold.tokens and behind.source == KvSource(ssd=399, computed=1)
-    settle_all(engine)
-    engine.check()
-
-
 def test_blocks_of_a_real_disk_come_ahead_of_anybody(
     make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
 ) -> None:

@@ -182,27 +182,6 @@ def test_tokens_that_continue_a_conversation_reuse_generated_blocks(
     assert second.tokens == generate(make_engine(prefix_cache=False), turn).tokens
 
 
-def test_requests_that_arrive_together_share_a_common_prefix(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    shared = prompts(64)
-    several = [submit(engine, shared + prompts(5, seed)) for seed in range(4)]
-    run_all(engine)
-    assert [c.source.device for c in several if c.source] == [0, 64, 64, 64]
-
-
-def test_salts_keep_tenants_apart(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    prompt = prompts(40)
-    assert [generate(engine, prompt, salt=salt).source.device for salt in ("a", "b", "", "a")] == [
-        0,
-        0,
-        0,
-        32,
-    ]  # type: ignore[union-attr]
-
-
 # --------------------------------------------------------------------------------------------------- pressure
 
 

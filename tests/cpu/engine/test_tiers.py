@@ -82,19 +82,6 @@ def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(
     check_at_rest(engine)
 
 
-def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64)
-    whole, stem = prompts(100), prompts(100)[:40]
-    cold = generate(engine, whole)
-    forget(engine)
-    generate(engine, stem)  # the first two blocks are on the device again
-    split = generate(engine, whole)
-    assert split.source == KvSource(device=32, host=64, computed=4)
-    assert split.tokens == cold.tokens
-
-
 def test_restored_bytes_are_the_bytes_that_were_saved(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     prompt = prompts(96)
@@ -400,29 +387,6 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     said = [report.sentence for report in sanitizer.reports]
     assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said
     sanitizer.reports.clear()
-
-
-# Holds invariant 21: a request that scores its prompt has no lease and no promotion.
-def test_requests_that_cannot_use_restored_kv_never_lease_or_promote(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    echo = submit(engine, prompts(80), max_tokens=1, prompt_logprobs=1)
-    traffic = engine.stats().traffic
-    assert traffic is not None and traffic.leases_open == 0
-    run_all(engine)
-    assert echo.source == KvSource(computed=80) and engine.stats().cache["promoted"] == 0
-
-
-def test_salts_keep_tenants_apart_in_host_memory(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), salt="one")
-    forget(engine)
-    assert generate(engine, prompts(80), salt="two").source == KvSource(computed=80)
-    forget(engine)
-    assert generate(engine, prompts(80), salt="one").source == KvSource(host=79, computed=1)
 
 
 def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(

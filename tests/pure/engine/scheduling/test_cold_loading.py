@@ -209,27 +209,6 @@ def test_those_that_cannot_use_it_have_nothing_read() -> None:
     world.close()
 
 
-def test_a_read_that_hangs_keeps_nobody_waiting() -> None:
-    """Neither the others, nor the request that it is for: it starts when there is room, and computes when its
-    load is late."""
-    world = forgotten("ssd", max_batch=1)
-    running, waiting = line_of(world, B, [*A, 1])
-    stuck = [lane for lane in world.device.lanes if lane.name.startswith("read ssd")]
-    for lane in stuck:
-        lane.step = lambda: False  # type: ignore[method-assign]
-    while world.state_of(running) != "ended":
-        world.step()
-    world.plan()
-    assert world.state_of(waiting) == "loading"
-    tiers_of(world).make_late()
-    assert world.plan() is not None and shape(world.in_flight[-1])[0][:2] == (waiting, 0), "it computes"
-    for lane in stuck:
-        del lane.step
-    world.finish()
-    assert source_of(world, waiting) == KvSource(computed=17)
-    world.close()
-
-
 def test_requests_in_line_leave_room_for_saves() -> None:
     """However long the line: fetches reserve a quarter of host memory at most."""
     world = World(max_batch=1, cold=Cold(16, stores=("ssd",)))
