@@ -118,21 +118,6 @@ def test_a_request_without_a_token_has_no_time_to_its_first(
     assert sum(engine.stats().ttft.counts) == 1
 
 
-@pytest.mark.parametrize("name", ["_num_flying", "_num_cold"])
-def test_a_wait_for_transfers_of_any_kind_is_short_and_exposed(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    engine, waits = make_engine(host_blocks=8), list[float]()
-    monkeypatch.setattr(engine._inbox, "wait", waits.append)
-    monkeypatch.setattr(type(engine._parts.scheduler), "awaits_load", True)
-    engine.wait_work(0.5)
-    assert (waits, engine.stats().load_exposed_s) == ([0.5], 0.0), "nothing is under way"
-    monkeypatch.setattr(type(engine.cache), name, 1)
-    engine.wait_work(0.5)
-    assert waits[1:] == [engine.cache.look_again_s] and engine.stats().load_exposed_s > 0.0
-    monkeypatch.undo()
-
-
 def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(
     make_engine: MakeEngine, prompts: Prompts
 ) -> None:

@@ -200,15 +200,6 @@ def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: p
     world.close()
 
 
-def test_those_that_cannot_use_it_have_nothing_read() -> None:
-    world = forgotten("ssd", max_batch=1)
-    world.submit(B, 3, ignore_eos=True)
-    echo = world.submit([*A, 1], 2, prompt_logprobs=0)
-    planned(world)
-    assert prefetch_of(world, echo) is None and tiers_of(world).stores["ssd"].calls.count("read") == 0
-    world.close()
-
-
 def test_requests_in_line_leave_room_for_saves() -> None:
     """However long the line: fetches reserve a quarter of host memory at most."""
     world = World(max_batch=1, cold=Cold(16, stores=("ssd",)))

@@ -348,16 +348,6 @@ def pushed_out() -> tuple[World, str]:
     return world, second
 
 
-def test_one_that_was_pushed_out_before_it_waited_too_long_computes_as_well() -> None:
-    world, second = pushed_out()
-    tiers_of(world).make_late()
-    world.plan()
-    life = world.scheduler.lives[second]
-    assert life.computes and (life.waiting is None or life.waiting.lease is None)
-    world.close()
-    assert world.scheduler.counts.retractions == 1, "it left of its own accord the second time"
-
-
 def test_one_that_was_pushed_out_before_it_waited_too_long_comes_back_when_all_of_it_fits() -> None:
     """As after any retraction: a second one would be thrashing."""
     world, second = pushed_out()
