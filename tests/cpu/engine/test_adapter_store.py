@@ -4,12 +4,11 @@ somebody uses them."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.config import LoraConfig
-from penstock.engine.adapters import MAX_NAMES, AdapterHold, AdapterStore, open_store
+from penstock.engine.adapters import MAX_NAMES, AdapterStore, open_store
 from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError
 from penstock.models.adapters import AdapterFiles, adapter_files
 from penstock.models.lora import AdapterWeights
@@ -149,19 +148,6 @@ def test_weights_live_while_they_are_named_or_held(tmp_path: Path) -> None:
         store.hold(first)
 
 
-def test_without_counting_holds_a_reload_takes_the_weights_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault behind the test above."""
-    monkeypatch.setattr(AdapterStore, "_hold", lambda self, adapter: AdapterHold(self, adapter))
-    store = store_in(None)
-    first = store.load("a", folder(tmp_path / "one")).adapter
-    store.hold(first)
-    store.unload("a")
-    with pytest.raises(KeyError):
-        store.weights_of(first)
-
-
 def test_a_hold_ends_exactly_once(tmp_path: Path) -> None:
     store = store_in(None)
     store.load("a", folder(tmp_path / "one"))
@@ -171,69 +157,6 @@ def test_a_hold_ends_exactly_once(tmp_path: Path) -> None:
     with pytest.raises(HandleEnded):
         hold.end()
     assert store._num_holds.total() == 0
-
-
-class _Guarded(dict):
-    """Books that may be changed, and looked through, by whoever has the lock."""
-
-    def __init__(self, store: AdapterStore, kept: dict) -> None:
-        super().__init__(kept)
-        self._store = store
-
-    def _check(self) -> None:
-        assert self._store._lock.locked(), "another thread may be at it"
-
-    def __missing__(self, key: str) -> int:
-        return 0
-
-    def __setitem__(self, key: str, value: object) -> None:
-        self._check()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: str) -> None:
-        self._check()
-        if key in self:
-            super().__delitem__(key)
-
-    def values(self) -> Any:
-        self._check()
-        return super().values()
-
-    def pop(self, *args: Any) -> Any:
-        self._check()
-        return super().pop(*args)
-
-    def get(self, *args: Any) -> Any:
-        self._check()
-        return super().get(*args)
-
-
-def test_the_books_are_touched_by_whoever_has_the_lock_only(tmp_path: Path) -> None:
-    """Holds end on the engine's thread, while others load, unload and look up names on theirs."""
-    store = store_in(None)
-    for books in ("_named", "_num_holds"):
-        setattr(store, books, _Guarded(store, getattr(store, books)))
-    first = store.load("a", folder(tmp_path / "one")).adapter
-    holds = [store.hold(first), store.try_hold("a")]
-    store.load("a", folder(tmp_path / "two", "y"))
-    assert store.find("a") in store.all()
-    for hold in holds:
-        assert hold is not None
-        hold.end()
-    assert store.unload("a") and not store._weights and not store._num_holds
-
-
-def test_what_had_a_name_before_another_content_is_gone_once_nobody_uses_it(tmp_path: Path) -> None:
-    """Its weights would fill the device, one reload after the other."""
-    store = store_in(None)
-    first = store.load("a", folder(tmp_path / "first", "1")).adapter
-    with store.hold(first):
-        second = store.load("a", folder(tmp_path / "second", "2")).adapter
-        store.hold(first).end()
-    for number, before in ((3, first), (4, second)):
-        with pytest.raises(InvalidRequest, match="no longer with this content"):
-            store.hold(before)
-        store.load("a", folder(tmp_path / str(number), str(number)))
 
 
 # ---------------------------------------------------------------------------------------- as it is configured

@@ -3,7 +3,6 @@ content, before and after a reload; KV of one content is never taken for another
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import threading
@@ -395,24 +394,3 @@ def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: 
     assert loop.failed() is None
     assert [tokens for _, tokens in found] == [right[digest] for digest, _ in found]
     check_nothing_held(engine)
-
-
-# ---------------------------------------------------------------------------------------------- configuration
-
-
-def built(**lora: Any) -> Engine:
-    return build(dataclasses.replace(tiny_config(), lora=LoraConfig(**lora)))
-
-
-def test_adapters_of_the_configuration_are_there_from_the_start(tmp_path: Path) -> None:
-    one, two = (
-        str(write_random_adapter(tmp_path / name, TINY_QWEN3, seed))
-        for seed, name in enumerate(("one", "two"))
-    )
-    engine = built(adapters=(("a", one), ("org/b", two)), dir=str(tmp_path))
-    assert [(loaded.adapter.name, loaded.root) for loaded in engine.adapters.all()] == [
-        ("a", one),
-        ("org/b", two),
-    ]
-    assert engine.adapters.root == tmp_path.resolve()
-    engine.close(timeout_s=20.0)

@@ -3,16 +3,27 @@ gets alone."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, TokenLogprob
+from penstock.contract import (
+    MAX_LOGPROBS,
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    Start,
+    TokenLogprob,
+)
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampling import LOGPROB_ROWS, SamplePass
+from penstock.engine.scheduling.scheduler import Planned
+from penstock.errors import InvalidRequest
 from tests.support.driving import Collected, generate, pass_of, run_all, submit
 
 MakeEngine = Callable[..., Engine]
@@ -179,3 +190,228 @@ def test_a_token_whose_id_is_zero_is_a_token_like_any_other(
         found = [submit(used, prompt) for prompt in zeros]
         run_all(used)
         assert [one.tokens for one in found] == expected
+
+
+def test_a_full_chunk_is_scored_beside_answers_that_are(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine(max_batch=4, prefill_chunk=16)
+    answers = [submit(engine, prompts(4, seed), max_tokens=20, logprobs=MAX_LOGPROBS) for seed in range(3)]
+    while any(len(answer.tokens) < 2 for answer in answers):
+        engine.step()
+    scored = submit(engine, prompts(40, 9), max_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+    run_all(engine)
+    assert [answer.finish for answer in (*answers, scored)] == [FinishReason.LENGTH] * 4, scored.error
+    for answer in (*answers, scored):
+        assert [len(entry.top) for entry in answer.logprobs] == [MAX_LOGPROBS] * len(answer.tokens)
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 40
+    alone = generate(make_engine(), prompts(4, 0), max_tokens=20, logprobs=MAX_LOGPROBS)
+    assert answers[0].tokens == alone.tokens
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}], ids=str
+)
+def test_a_penalty_counts_what_was_generated_before_a_retraction(
+    make_engine: MakeEngine, prompts: Prompts, penalty: dict[str, Any]
+) -> None:
+    engine, alone = make_engine(blocks=6, overcommit=4.0, block_tokens=8), make_engine()
+    asked = [prompts(6, seed=i) for i in range(2)]
+    found = [submit(engine, prompt, max_tokens=30, **penalty) for prompt in asked]
+    run_all(engine)
+    assert engine.stats().retractions > 0
+    expected = [generate(alone, prompt, max_tokens=30, **penalty).tokens for prompt in asked]
+    assert [one.tokens for one in found] == expected
+    assert expected[1] != generate(alone, asked[1], max_tokens=30).tokens, "the penalty changes something"
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.0, "seed": 3}, {"frequency_penalty": 2.0}, {"logprobs": 2}], ids=str
+)
+def test_the_request_that_came_last_counts(
+    make_engine: Callable[..., Engine],
+    prompts: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
+) -> None:
+    alone = generate(make_engine(), prompts(20), **sampling)
+    engine = make_engine()
+    gone = Request(
+        "gone",
+        [1, 2, 3],
+        SamplingParams(max_tokens=4, temperature=1.0, seed=9, presence_penalty=-2.0, repetition_penalty=1.5),
+    )
+    plan = engine._parts.scheduler.plan
+
+    def planned(*args: Any, **named: Any) -> Planned:
+        made = plan(*args, **named)
+        if made.plan is None:
+            return made
+        starts = (start for own in made.plan.starts for start in (Start.of(own.row, gone, (5, 5)), own))
+        return made._replace(plan=dataclasses.replace(made.plan, starts=tuple(starts)))
+
+    monkeypatch.setattr(engine._parts.scheduler, "plan", planned)
+    found = generate(engine, prompts(20), **sampling)
+    assert (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7, "seed": 3, "top_k": 5}],
+)
+def test_a_bias_decides_every_token(
+    make_engine: MakeEngine, prompts: Prompts, sampling: dict[str, Any]
+) -> None:
+    engine = make_engine()
+    found = generate(engine, prompts(20), max_tokens=8, ignore_eos=True, logit_bias=((7, 100.0),), **sampling)
+    assert list(found.tokens) == [7] * 8
+
+
+def test_a_ban_keeps_a_token_out_and_a_bias_of_zero_changes_nothing(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    engine = make_engine()
+    plain = generate(engine, prompts(20), max_tokens=8, ignore_eos=True, temperature=0.0)
+    banned = tuple((token, -100.0) for token in dict.fromkeys(plain.tokens))
+    without = generate(engine, prompts(20), max_tokens=8, ignore_eos=True, temperature=0.0, logit_bias=banned)
+    assert not set(without.tokens) & set(plain.tokens)
+    zero = generate(
+        engine, prompts(20), max_tokens=8, ignore_eos=True, temperature=0.0, logit_bias=((5, 0.0),)
+    )
+    assert zero.tokens == plain.tokens
+
+
+def test_requests_beside_a_biased_one_are_as_they_are_alone(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    engine = make_engine()
+    asked = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.8, "seed": 6, "frequency_penalty": 0.5},
+    ]
+    alone = [
+        generate(engine, prompts(20, seed=n), max_tokens=8, ignore_eos=True, **one).tokens
+        for n, one in enumerate(asked)
+    ]
+    biased = submit(
+        engine, prompts(20, seed=9), max_tokens=8, ignore_eos=True, temperature=0.0, logit_bias=((7, 100.0),)
+    )
+    beside = [
+        submit(engine, prompts(20, seed=n), max_tokens=8, ignore_eos=True, **one)
+        for n, one in enumerate(asked)
+    ]
+    run_all(engine)
+    assert list(biased.tokens) == [7] * 8
+    assert [one.tokens for one in beside] == alone
+
+
+def test_a_row_with_fewer_biases_has_none_of_the_request_before(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    engine = make_engine(max_batch=1)
+    first = generate(
+        engine,
+        prompts(20),
+        max_tokens=4,
+        ignore_eos=True,
+        temperature=0.0,
+        logit_bias=((3, -100.0), (7, 100.0)),
+    )
+    then = generate(
+        engine, prompts(20), max_tokens=4, ignore_eos=True, temperature=0.0, logit_bias=((3, 99.0),)
+    )
+    assert (list(first.tokens), list(then.tokens)) == ([7] * 4, [3] * 4)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 20, 2**31 - 1])
+def test_tokens_that_the_model_does_not_have_are_refused(
+    make_engine: MakeEngine, prompts: Prompts, token: int
+) -> None:
+    with pytest.raises(InvalidRequest, match="token ids of logit_bias must lie between") as refused:
+        submit(make_engine(), prompts(20), max_tokens=1, logit_bias=((token, 1.0),))
+    assert refused.value.param == "logit_bias"
+
+
+# the first token would end it
+ENDING = {"stop_token_ids": frozenset({7}), "logit_bias": ((7, 100.0),), "ignore_eos": True}
+DRAWS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 0.7, "seed": 3, "top_k": 5, "frequency_penalty": 0.2},
+]
+
+
+@pytest.mark.parametrize("sampling", DRAWS)
+@pytest.mark.parametrize("least", [0, 1, 5])
+def test_an_answer_has_its_least_tokens_and_ends_with_the_next(
+    make_engine: MakeEngine, prompts: Prompts, sampling: dict[str, Any], least: int
+) -> None:
+    found = generate(make_engine(), prompts(20), max_tokens=8, min_tokens=least, **ENDING, **sampling)
+    assert (len(found.tokens), found.finish) == (least, FinishReason.STOP) and 7 not in found.tokens
+
+
+def test_until_then_the_tokens_are_those_of_a_request_that_rules_the_ends_out(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """Also where it has a row after a request with more of them, and beside requests without."""
+    engine = make_engine(max_batch=2)
+    generate(
+        engine,
+        prompts(30),
+        max_tokens=4,
+        min_tokens=4,
+        ignore_eos=True,
+        stop_token_ids=frozenset(range(100, 400)),
+    )
+    for draw in DRAWS:
+        plain = generate(engine, prompts(20), max_tokens=12, ignore_eos=True, **draw).tokens
+        ends = frozenset(plain[2:9])
+        banned = tuple((token, -100.0) for token in ends)
+        expected = generate(
+            engine, prompts(20), max_tokens=6, ignore_eos=True, logit_bias=banned, **draw
+        ).tokens
+        found = submit(
+            engine, prompts(20), max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=ends, **draw
+        )
+        beside = submit(engine, prompts(20), max_tokens=12, ignore_eos=True, **draw)
+        run_all(engine)
+        assert found.tokens[:6] == expected and beside.tokens == plain
+
+
+def test_a_grammar_that_is_over_ends_the_answer_before(make_engine: MakeEngine, prompts: Prompts) -> None:
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    engine = make_engine()
+    for text in ('["ab"]', '["ab", "abcd"]'):
+        found = generate(
+            engine,
+            prompts(20),
+            max_tokens=20,
+            min_tokens=12,
+            ignore_eos=False,
+            seed=1,
+            grammar=Grammar("choice", text),
+        )
+        assert found.finish is FinishReason.STOP and bytes(found.tokens).decode() in ("ab", "abcd")
+
+
+def test_more_than_there_may_be_is_refused(make_engine: MakeEngine, prompts: Prompts) -> None:
+    with pytest.raises(InvalidRequest, match="at most 4 tokens") as refused:
+        submit(make_engine(), prompts(20), max_tokens=4, min_tokens=5)
+    assert refused.value.param == "min_tokens"
+
+
+def test_ids_that_the_model_does_not_have_rule_nothing_out(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    plain = generate(engine, prompts(20), max_tokens=6, ignore_eos=True, temperature=0.0).tokens
+    for ends in (frozenset({2**31 - 1}), frozenset({2**31 - 1, 1 << 20})):
+        assert (
+            generate(
+                engine,
+                prompts(20),
+                max_tokens=6,
+                min_tokens=3,
+                ignore_eos=True,
+                temperature=0.0,
+                stop_token_ids=ends,
+            ).tokens
+            == plain
+        )

@@ -14,7 +14,7 @@ from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, 
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
+from penstock.errors import EngineClosed, InvalidRequest, StepFailed
 from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
@@ -202,71 +202,7 @@ def test_tokens_that_continue_a_conversation_reuse_generated_blocks(
     assert second.tokens == generate(make_engine(prefix_cache=False), turn).tokens
 
 
-def test_requests_that_arrive_together_share_a_common_prefix(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    shared = prompts(64)
-    several = [submit(engine, shared + prompts(5, seed)) for seed in range(4)]
-    run_all(engine)
-    assert [c.source.device for c in several if c.source] == [0, 64, 64, 64]
-
-
-def test_salts_keep_tenants_apart(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    prompt = prompts(40)
-    assert [generate(engine, prompt, salt=salt).source.device for salt in ("a", "b", "", "a")] == [
-        0,
-        0,
-        0,
-        32,
-    ]  # type: ignore[union-attr]
-
-
-def test_without_prefix_cache_nothing_is_reused(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(prefix_cache=False)
-    prompt = prompts(40)
-    assert [generate(engine, prompt).source.device for _ in range(2)] == [0, 0]  # type: ignore[union-attr]
-    assert engine.stats().kv_blocks["device"]["idle"] == 0
-
-
-def test_reset_forgets_what_nobody_holds(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    prompt = prompts(40)
-    generate(engine, prompt)
-    assert engine.stats().kv_blocks["device"]["idle"] == 2
-    engine._parts.cache.reset()
-    again = generate(engine, prompt)
-    assert again.source is not None and again.source.device == 0
-
-
 # --------------------------------------------------------------------------------------------------- pressure
-
-
-def test_a_small_arena_queues_requests_and_serves_them_all(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine, free = make_engine(blocks=8), make_engine(prefix_cache=False)
-    found = [submit(engine, prompts(40, seed), max_tokens=20) for seed in range(6)]
-    run_all(engine)
-    assert [c.tokens for c in found] == [
-        generate(free, prompts(40, seed), max_tokens=20).tokens for seed in range(6)
-    ]
-    assert engine.stats().retractions == 0
-    check_at_rest(engine)
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_an_overcommitted_engine_retracts_and_resumes_with_the_same_tokens(
-    make_engine: MakeEngine, prompts: Prompts, prefix_cache: bool
-) -> None:
-    engine = make_engine(blocks=12, overcommit=4.0, prefix_cache=prefix_cache)
-    free = make_engine(prefix_cache=False)
-    found = [submit(engine, prompts(20 + seed, seed), max_tokens=60) for seed in range(5)]
-    run_all(engine)
-    assert engine.stats().retractions > 0
-    assert [c.tokens for c in found] == [
-        generate(free, prompts(20 + seed, seed), max_tokens=60).tokens for seed in range(5)
-    ]
-    check_at_rest(engine)
 
 
 def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(
@@ -307,19 +243,6 @@ def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(
     run_all(engine)
     assert len([e for e in found.events if e.finish]) == 1
     assert len(other.tokens) == 8
-    check_at_rest(engine)
-
-
-def test_a_waiting_request_can_be_cancelled(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(blocks=8)
-    running = submit(engine, prompts(100), max_tokens=20)
-    waiting = submit(engine, prompts(100, 1), max_tokens=20)
-    engine.step()
-    assert engine.stats().requests == {"waiting": 1, "loading": 0, "running": 1, "retracted": 0}
-    engine.cancel(waiting.request_id)
-    run_all(engine)
-    assert waiting.finish is FinishReason.CANCELLED and not waiting.tokens
-    assert len(running.tokens) == 20
     check_at_rest(engine)
 
 
@@ -392,16 +315,6 @@ def test_requests_that_can_never_run_are_refused_where_they_are_submitted(
     assert not engine.has_work()
 
 
-def test_too_many_open_requests_are_refused(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(max_batch=1)
-    for _ in range(16):
-        submit(engine, prompts(4))
-    with pytest.raises(Overloaded):
-        submit(engine, prompts(4))
-    run_all(engine)
-    assert len(generate(engine, prompts(4)).tokens) == 8
-
-
 def test_a_closed_engine_says_so(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     found = submit(engine, prompts(40))
@@ -413,28 +326,6 @@ def test_a_closed_engine_says_so(make_engine: MakeEngine, prompts: Prompts) -> N
 
 
 # --------------------------------------------------------------------------------------------------- stopping
-
-
-def test_a_stop_token_ends_the_request_and_is_not_part_of_its_tokens(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    whole = generate(engine, prompts(12), max_tokens=12).tokens
-    stop = whole[5]
-    cut = generate(engine, prompts(12), max_tokens=12, stop_token_ids=frozenset({stop}))
-    assert cut.tokens == whole[: whole.index(stop)]
-    assert cut.finish is FinishReason.STOP and cut.events[-1].stop_token == stop
-
-
-def test_the_end_of_text_token_stops_unless_ignored(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    whole = generate(engine, prompts(12), max_tokens=12).tokens
-    engine._parts.scheduler._events.stop_ids = frozenset({whole[3]})
-    assert (
-        generate(engine, prompts(12), max_tokens=12, ignore_eos=False).tokens
-        == whole[: whole.index(whole[3])]
-    )
-    assert generate(engine, prompts(12), max_tokens=12, ignore_eos=True).tokens == whole
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
@@ -541,21 +432,6 @@ def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(
         assert ours is not None and ours.token == theirs.token and ours.rank == theirs.rank
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [t for t, _ in ours.top] == [t for t, _ in theirs.top]
-
-
-def test_penalties_forbid_repetition(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    free = generate(engine, prompts(10), max_tokens=40).tokens
-    held = generate(
-        engine,
-        prompts(10),
-        max_tokens=40,
-        presence_penalty=2.0,
-        frequency_penalty=2.0,
-        repetition_penalty=5.0,
-    ).tokens
-    assert len(set(free)) < 40
-    assert len(set(held)) > len(set(free))
 
 
 def test_stats_conserve_prompt_tokens_and_blocks(make_engine: MakeEngine, prompts: Prompts) -> None:

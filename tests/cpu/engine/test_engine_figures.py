@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
+from penstock.contract import FinishReason
 from penstock.engine import engine as engine_module
+from penstock.engine import outbox as outbox_module
 from penstock.engine.engine import Engine
+from penstock.errors import DeadlineExceeded
 from tests.cpu.engine.test_tiers import forget, states, until
 from tests.support.driving import generate, run_all, submit
 from tests.support.gates import gates
@@ -79,3 +83,52 @@ def test_time_counts_as_exposed_while_a_request_loads_and_only_then(
     generate(engine, prompts(40, seed=4), max_tokens=1)
     assert engine.is_transferring() and exposed_s(2) == 0.0, "nobody loads while a save is under way"
     save.let()
+
+
+def test_a_request_that_lies_in_the_inbox_waits_for_its_first_token(
+    make_engine: Callable[..., Engine], prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    now_s = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda seconds: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "time", clock)
+        patch.setattr(outbox_module, "time", clock)
+        answer = submit(engine, prompts(20), max_tokens=1)
+        now_s += 7.0  # nobody takes it
+        run_all(engine)
+    assert len(answer.tokens) == 1
+    assert engine.stats().ttft.total == 7.0
+
+
+def test_a_request_without_a_token_has_no_time_to_its_first(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    engine = make_engine()
+    cancelled = submit(engine, prompts(20))
+    engine.cancel(cancelled.request_id)
+    run_all(engine)
+    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, (
+        "nothing of its prompt was found or computed"
+    )
+    scored = generate(engine, prompts(20), max_tokens=0, prompt_logprobs=0)
+    assert (cancelled.finish, scored.finish) == (FinishReason.CANCELLED, FinishReason.LENGTH)
+    assert sum(engine.stats().ttft.counts) == 0
+    generate(engine, prompts(20))
+    assert sum(engine.stats().ttft.counts) == 1
+
+
+def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """Its cache has nothing under way: only the compute lane does not end."""
+    engine = make_engine()
+    generate(engine, prompts(20))
+    gate = threading.Event()
+    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="a step that takes for ever")
+    try:
+        with pytest.raises(DeadlineExceeded):
+            engine.close(timeout_s=0.01)
+        assert not gate.is_set()
+    finally:
+        gate.set()

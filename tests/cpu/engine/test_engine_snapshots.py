@@ -95,8 +95,7 @@ def test_an_adapter_other_than_its_own_cannot_continue_it(make_engine: Make, pro
         engine.snapshots.take(request(prompts(70)))
     assert len(engine.snapshots.open("talk").tokens) == 4 * 70
     with pytest.raises(
-        SnapshotRefused,
-        match=r"adapter is none and here lora, adapter_version is none and here abc",
+        SnapshotRefused, match=r"adapter is none and here lora, adapter_version is none and here abc"
     ):
         engine.snapshots.open("talk", "", Adapter("a", "abc"))
     with pytest.raises(SnapshotMissing):
@@ -142,15 +141,6 @@ def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prom
         with running(engine), pytest.raises(InvalidRequest, match=said):
             engine.snapshots.take(asked)
     assert engine.cache.stats().slots["host"].pinned == 0 and engine.snapshots.all().snapshots == []
-
-
-def test_of_an_engine_that_is_closed_no_session_is_asked_for(make_engine: Make, prompts: Prompts) -> None:
-    """Nobody would answer: whoever asks is told so, and does not wait for a turn that never comes."""
-    engine = make_engine(blocks=64, host_blocks=64)
-    generate(engine, prompts(70))
-    engine.close(20.0)
-    with pytest.raises(EngineClosed):
-        engine.snapshots.take(SnapshotRequest("talk", session="agent"))
 
 
 def test_what_is_being_taken_is_pinned_from_the_first_moment(
@@ -232,22 +222,6 @@ def test_what_a_snapshot_keeps_is_what_the_disk_has(
     key = engine.cache.prefix_of(prompts(70)).keys[2]  # type: ignore[union-attr]
     store._now.index.forget(key, store._now.index.find_each([key])[0])
     assert engine.snapshots.begin_find("talk").result(60.0).kept_tokens == 32
-
-
-def test_blocks_that_only_the_device_has_are_saved_for_it(make_engine: Make, prompts: Prompts) -> None:
-    """Where host memory is full, blocks stay on the device until their room is needed. A snapshot is kept in
-    host memory."""
-    engine = make_engine(blocks=64, host_blocks=16)
-    fill(engine, prompts, 12)
-    whole = generate(engine, prompts(70), max_tokens=4)
-    settle_all(engine)
-    keys = engine.cache.prefix_of(prompts(70)).keys  # type: ignore[union-attr]
-    assert engine.cache.loads._host.num_leading(keys) == 0
-    with running(engine):
-        assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
-    fill(engine, prompts, 12)
-    again = generate(engine, prompts(70), max_tokens=4)
-    assert again.tokens == whole.tokens and again.source is not None and again.source.computed == 6
 
 
 def test_a_block_that_lands_in_host_memory_later_is_pinned_there(make_engine: Make, prompts: Prompts) -> None:
@@ -432,14 +406,3 @@ def test_blocks_that_only_the_device_has_are_saved_under_whose_they_are(
         )
     assert (taken.kept_tokens, taken.adapter) == (64, "" if adapter is None else "a")
     assert engine.cache.loads._host.num_leading(keys) == 4
-
-
-def test_whoever_asks_for_a_session_is_told_when_the_engine_ends(make_engine: Make) -> None:
-    engine = make_engine(blocks=64, host_blocks=64)
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(engine.snapshots.take, SnapshotRequest("talk", session="agent"))
-        while not len(engine._inbox):
-            concurrent.futures.wait([asking], 0.001)
-        engine._inbox.end("it has failed")
-        with pytest.raises(EngineClosed, match="it has failed"):
-            asking.result(60.0)

@@ -55,18 +55,6 @@ def test_a_request_may_fill_the_memory_to_its_last_block(
         submit(engine, prompts(room - 9), max_tokens=10)
 
 
-def test_a_life_that_ends_with_a_block_needs_no_block_more(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """The last token is never fed back: 16 of prompt and 17 behind them are 32 entries, and two such requests
-    fit into four blocks."""
-    engine = make_engine(blocks=4, max_batch=2, prefix_cache=False)
-    pair = [submit(engine, prompts(16, seed), max_tokens=17) for seed in range(2)]
-    for _ in range(3):
-        engine.step()
-    assert engine.stats().requests["running"] == 2
-    run_all(engine)
-    assert [len(one.tokens) for one in pair] == [17, 17]
-
-
 def test_every_token_of_the_vocabulary_is_taken_and_no_other(make_engine: MakeEngine) -> None:
     engine = make_engine()
     assert len(generate(engine, [0, TINY_QWEN3.vocab - 1]).tokens) == 8

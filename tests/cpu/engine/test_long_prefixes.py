@@ -18,15 +18,11 @@ from tests.support.driving import generate, settle_all
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-LIMITS = {handles._FIRST_ROOM, 32, key._STRETCH, saves._PART_BLOCKS, host._PIECE}
+LIMITS = {handles._FIRST_ROOM, key._STRETCH, saves._PART_BLOCKS, host._PIECE}
 BLOCK = 8
 NUM_BLOCKS = sorted(
     {num for limit in LIMITS for num in (limit - 1, limit, limit + 1)} | {2 * max(LIMITS) + 1}
 )
-
-
-def test_these_prefixes_go_beyond_every_limit() -> None:
-    assert max(LIMITS) < 100 and NUM_BLOCKS[-1] > 2 * max(LIMITS)
 
 
 @pytest.fixture
@@ -62,18 +58,3 @@ def test_prompts_that_part_in_any_block_share_exactly_what_they_have_in_common(
         other[num * BLOCK - 1] += 1 if other[num * BLOCK - 1] < 499 else -1
         found = generate(engine, other[: (num + 2) * BLOCK], max_tokens=1)
         assert found.source is not None and found.source.device == (num - 1) * BLOCK
-
-
-def test_the_oldest_of_two_long_prefixes_goes_first_and_from_its_end(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """Runs of slots that are arrays, and runs that are lists."""
-    for num in (31, 33):
-        engine = make_engine(blocks=3 * num, block_tokens=BLOCK, prefill_chunk=512)
-        first, second, third = (prompts(num * BLOCK, seed) for seed in range(3))
-        for prompt in (first, second, first, third[: (num - 5) * BLOCK]):
-            generate(engine, prompt, max_tokens=1)
-        generate(engine, prompts(10 * BLOCK, seed=9), max_tokens=1)  # five fit, and five of the second go
-        for prompt, left in ((second, num - 5), (first, num)):
-            prefix = engine.cache.prefix_of(prompt)
-            assert prefix is not None and engine.cache.match(prefix.keys).num_blocks == left

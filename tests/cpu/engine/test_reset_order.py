@@ -89,19 +89,6 @@ def test_a_flush_that_had_begun_when_the_store_was_emptied_writes_again(
     assert len(shared.blocks) == 6
 
 
-def test_a_flush_after_a_reset_writes_everything_that_host_memory_has(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    generate(engine, prompts(SIX))
-    settle_all(engine)
-    assert done(engine, resetting(engine, "remote")) == [{"remote": 6}] and not shared.blocks
-    done(engine, flushing(engine))
-    assert len(shared.blocks) == 6
-
-
 def test_the_same_on_a_real_disk_with_the_engine_on_its_own_thread(
     make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
 ) -> None:

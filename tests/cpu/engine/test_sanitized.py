@@ -106,9 +106,3 @@ def test_strict_stops_the_engine_and_the_findings_are_counted_and_written(
     assert engine.stats().sanitizer["lifetime"] == 1
     (written,) = json.loads(file.read_text())
     assert written["kind"] == "lifetime" and written["deeds"][0]["stack"]
-
-
-def test_an_engine_without_the_sanitizer_has_nothing_to_count() -> None:
-    engine = build(tiny_config())
-    assert engine.stats().sanitizer == {}
-    engine.close(timeout_s=20.0)

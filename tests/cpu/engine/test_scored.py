@@ -24,7 +24,7 @@ from penstock.engine.execution.paging import PagedPass
 from penstock.engine.execution.scoring import StepScores
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
-from penstock.errors import ConfigError, InvalidRequest, TransferFailed
+from penstock.errors import TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
@@ -280,21 +280,6 @@ def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(
     assert 5 <= sum(chunk.scoring is not None for chunk in decodes) <= 8, "every sixteen tokens"
     exact = [chunk for chunk in chunks if chunk.start < LONG]
     assert not any(chunk.num_left_out for chunk in exact) and exact[-1].scoring is not None
-
-
-def test_device_memory_in_use_does_not_grow_with_the_context(make_engine: Make, prompts: Prompts) -> None:
-    most: list[int] = []
-    for length in (1024, 1900):
-        engine = scored_engine(make_engine)
-        submit(engine, prompts(length), max_tokens=40)
-        active = 0
-        while engine.has_work():
-            if not engine.step():
-                engine.wait_work(1.0)
-            engine.check()
-            active = max(active, engine.cache.stats().slots["device"].active)
-        most.append(active)
-    assert most[0] == most[1] == RESIDENT // 16
 
 
 def test_recall_is_the_share_of_attention_on_what_is_on_the_device(
@@ -554,27 +539,6 @@ def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(
     engine.cache.loads._host.forget(kept.keys[32:33])
     found.append(generate(engine, longer, max_tokens=2).source.host)  # type: ignore[union-attr]
     assert found == [1088, 512]
-
-
-def test_a_session_that_is_released_leaves_nothing_that_was_scored(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    """Also what an earlier turn of it has kept."""
-    engine, prompt = scored_engine(make_engine), prompts(1024)
-    for turn, release in ((0, False), (1, False), (2, True)):
-        answer = Collected()
-        params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
-        engine.submit(prompt, params, answer.events.append, session="agent", hint=CacheHint(release=release))
-        run_all(engine)
-        settle_all(engine)
-        prompt = [*prompt, *answer.tokens, *prompts(40, seed=turn)]
-        assert bool(engine.cache.writeback._unshared) != release
-        assert len(engine.cache._tables.kept) == (not release), "what a turn went on from is a part of it"
-    for _ in range(5):
-        engine.step()
-    assert engine.stats().kv_blocks["host"]["idle"] == 0 and not engine.cache._tables.kept
-    assert engine.stats().sessions.released_blocks >= 1344 // 16
-    assert generate(engine, prompt[:1500], max_tokens=2).source.host == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
@@ -856,33 +820,6 @@ def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(
     assert_nothing_held(engine)
 
 
-def test_closed_in_the_middle_of_a_fetch_it_waits_for_the_copy(make_engine: Make, prompts: Prompts) -> None:
-    engine = scored_engine(make_engine)
-    may_go_on, stopped = hold_loads(engine)
-    submit(engine, prompts(LONG), max_tokens=200)
-    run_until(engine, stopped.is_set)
-    threading.Timer(0.05, may_go_on.set).start()
-    engine.close(timeout_s=20.0)
-    slots = engine.cache.stats().slots
-    assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
-
-
-def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    engine = scored_engine(make_engine)
-    deep = submit(engine, prompts(LONG), max_tokens=60)
-    run_until(engine, lambda: len(deep.tokens) > 1)
-    may_go_on, stopped = hold_loads(engine)
-    run_until(engine, lambda: stopped.is_set() and len(deep.tokens) >= 20)
-    scheduler = engine._parts.scheduler
-    scheduler.retract(scheduler.running.requests[deep.request_id])
-    may_go_on.set()
-    run_all(engine)
-    assert deep.finish is FinishReason.LENGTH and len(deep.tokens) == 60
-    assert_nothing_held(engine)
-
-
 def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompts) -> None:
     engine = scored_engine(make_engine)
     copier, failures = engine.cache.loads.mover.copier, []
@@ -966,35 +903,3 @@ def make_request(rng: random.Random, stems: list[list[int]]) -> tuple[str, list[
     stem = rng.choice(stems)
     length = rng.randrange(20, 300) if kind == "fitting" else rng.randrange(700, LONG)
     return kind, [*stem[: rng.randrange(length)], *(rng.randrange(1, 500) for _ in range(length))][:length]
-
-
-# ---------------------------------------------------------------------------------------------------- refused
-
-
-def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--kv-residency scored needs 384 tokens .* has 320",
-    ):
-        scored_engine(make_engine, resident_tokens=320)
-    with pytest.raises(
-        ConfigError,
-        match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned",
-    ):
-        scored_engine(make_engine, pin_spans=((512, 1024),))
-    engine = scored_engine(make_engine, residency="exact", resident_tokens=256)
-    with pytest.raises(InvalidRequest, match=r"needs 384 tokens .* has 256"):
-        submit(engine, prompts(LONG), residency="scored")
-    generate(engine, prompts(100), residency="scored")  # fits
-    with pytest.raises(InvalidRequest, match="kv_pin_spans are for requests with kv_residency scored"):
-        submit(engine, prompts(LONG), pins=[(0, 10)])
-    scored = scored_engine(make_engine)
-    with pytest.raises(InvalidRequest, match="one has to be free"):
-        submit(scored, prompts(LONG), pins=[(512, 1024)])
-    with pytest.raises(InvalidRequest, match="pinned spans") as refused:
-        submit(scored, prompts(LONG), pins=[(20, 10)])
-    assert refused.value.param == "kv_pin_spans"
-    with pytest.raises(ConfigError, match="--kv-pin-spans: pinned spans are at most 64 pairs"):
-        scored_engine(make_engine, pin_spans=((5, 5),))

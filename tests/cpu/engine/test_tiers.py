@@ -16,7 +16,6 @@ from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams,
 from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packer
-from penstock.engine.scheduling.stages import State
 from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.slots import SlotState
 from penstock.kv.transfer import Group, Transfer
@@ -83,19 +82,6 @@ def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(
     check_at_rest(engine)
 
 
-def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64)
-    whole, stem = prompts(100), prompts(100)[:40]
-    cold = generate(engine, whole)
-    forget(engine)
-    generate(engine, stem)  # the first two blocks are on the device again
-    split = generate(engine, whole)
-    assert split.source == KvSource(device=32, host=64, computed=4)
-    assert split.tokens == cold.tokens
-
-
 def test_restored_bytes_are_the_bytes_that_were_saved(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
     prompt = prompts(96)
@@ -136,22 +122,6 @@ def test_with_the_device_cache_off_every_prefix_comes_from_the_host(
     assert engine.stats().kv_blocks["device"]["idle"] == 0
 
 
-def test_others_run_while_one_is_loading(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=64)
-    expected = generate(engine, prompts(80), max_tokens=4).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    other = submit(engine, prompts(20, seed=1), max_tokens=30)
-    until(engine, lambda: len(other.tokens) > 2)
-    returning = submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: other.finish is not None)
-    assert states(engine) == {"loading": 1} and returning.tokens == []
-    load.let()
-    run_all(engine)
-    assert returning.tokens == expected and returning.source == KvSource(host=79, computed=1)
-
-
 # Holds invariant 15: three requests for the same blocks share one promotion.
 def test_identical_promotions_in_flight_are_shared(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine(host_blocks=64)
@@ -169,51 +139,6 @@ def test_identical_promotions_in_flight_are_shared(make_engine: MakeEngine, prom
     assert [one.source for one in found] == [KvSource(host=79, computed=1)] + [
         KvSource(device=79, computed=1)
     ] * 2
-
-
-def test_a_promotion_is_shared_even_when_the_one_who_asked_for_it_is_gone(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64)
-    expected = generate(engine, prompts(80)).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    busy(engine, prompts)
-    first = submit(engine, prompts(80))
-    turn(engine, 3)
-    engine.cancel(first.request_id)
-    second = submit(engine, prompts(80))
-    turn(engine, 3)
-    load.let()
-    run_all(engine)
-    assert first.finish is FinishReason.CANCELLED and second.tokens == expected
-    assert engine.stats().cache["promoted"] == 5
-
-
-def test_cancel_during_load_leaves_the_destinations_with_the_transfer(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64, blocks=18)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    busy(engine, prompts)  # up to eleven blocks
-    returning = submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: states(engine) == {"running": 1, "loading": 1})
-    engine.cancel(returning.request_id)
-    turn(engine)
-    assert returning.finish is FinishReason.CANCELLED, "a cancel does not wait for a transfer"
-    assert engine.stats().kv_blocks["device"]["pinned"] == 5
-    other = submit(engine, prompts(70, seed=3), max_tokens=4)  # needs more than the two slots that are left
-    turn(engine, 5)
-    assert other.tokens == []
-    load.let()
-    run_all(engine)
-    assert other.tokens == generate(make_engine(), prompts(70, seed=3), max_tokens=4).tokens
-    settle_all(engine)
-    check_at_rest(engine)
 
 
 def retracting(make_engine: MakeEngine, **settings: Any) -> Engine:
@@ -305,22 +230,6 @@ def test_a_retracted_request_whose_save_hangs_computes_instead_of_waiting(
     check_at_rest(engine)
 
 
-def test_nobody_is_retracted_while_transfers_under_way_free_enough(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(blocks=8, host_blocks=64, overcommit=4.0, prefix_cache=False)
-    _, save = gates(engine)
-    save.hold()
-    generate(engine, prompts(64), max_tokens=1)  # four slots stay with the save
-    other = submit(engine, prompts(60, seed=1), max_tokens=20)  # needs five, and four are there
-    until(engine, lambda: len(other.tokens) == 5)
-    turn(engine, 5)
-    assert engine.stats().retractions == 0 and states(engine) == {"running": 1}
-    save.let()
-    run_all(engine)
-    assert len(other.tokens) == 20 and engine.stats().retractions == 0
-
-
 # Holds invariant 22: a failed copy costs a computation, and the tokens are the same.
 @pytest.mark.parametrize("copies_before", [0, 1])
 def test_a_promotion_that_fails_is_computed_instead(
@@ -341,23 +250,6 @@ def test_a_promotion_that_fails_is_computed_instead(
     assert returning.tokens == expected and returning.source == KvSource(computed=80)
     traffic = engine.stats().traffic
     assert traffic is not None and traffic.failures == {("host", "copy"): 1}
-    settle_all(engine)
-    check_at_rest(engine)
-
-
-@pytest.mark.parametrize("overlap_tokens", [0, 1 << 30], ids=["layer by layer", "behind all of it"])
-def test_a_step_launched_over_a_promotion_that_then_fails_is_computed_again(
-    make_engine: MakeEngine, prompts: Prompts, overlap_tokens: int
-) -> None:
-    engine = make_engine(host_blocks=64)
-    overlap_from(engine, overlap_tokens)
-    expected = generate(engine, prompts(90), max_tokens=6).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    load.fail_next = 1
-    returning = generate(engine, prompts(90), max_tokens=6)
-    assert returning.tokens == expected and returning.error is None
-    assert returning.source is not None and returning.source.host in (0, 80)
     settle_all(engine)
     check_at_rest(engine)
 
@@ -495,45 +387,6 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     said = [report.sentence for report in sanitizer.reports]
     assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said
     sanitizer.reports.clear()
-
-
-def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    busy(engine, prompts)
-    returning = submit(engine, prompts(80), max_tokens=1)
-    turn(engine, 4)
-    running = engine._parts.scheduler.running.requests[returning.request_id]
-    assert running.life.state is State.LOADING and running.load is not None and not running.load.settled
-    load.let()
-    run_all(engine)
-    assert returning.finish is FinishReason.LENGTH
-
-
-# Holds invariant 21: a request that scores its prompt has no lease and no promotion.
-def test_requests_that_cannot_use_restored_kv_never_lease_or_promote(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    echo = submit(engine, prompts(80), max_tokens=1, prompt_logprobs=1)
-    traffic = engine.stats().traffic
-    assert traffic is not None and traffic.leases_open == 0
-    run_all(engine)
-    assert echo.source == KvSource(computed=80) and engine.stats().cache["promoted"] == 0
-
-
-def test_salts_keep_tenants_apart_in_host_memory(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), salt="one")
-    forget(engine)
-    assert generate(engine, prompts(80), salt="two").source == KvSource(computed=80)
-    forget(engine)
-    assert generate(engine, prompts(80), salt="one").source == KvSource(host=79, computed=1)
 
 
 def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(

@@ -83,7 +83,7 @@ UNUSED |= {"kv_residency", "kv_pin_spans", "snapshot"}
 # they replace what is sampled from
 UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
-UNUSED |= {"logit_bias", "min_tokens"}  # tests/cpu/engine/execution/test_sampler.py and test_min_tokens.py
+UNUSED |= {"logit_bias", "min_tokens"}  # cpu/engine: execution/test_sampler.py and test_combined_requests.py
 # What is shown, not what is sampled.
 UNUSED |= {
     "return_token_ids",

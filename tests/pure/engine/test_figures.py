@@ -4,24 +4,20 @@ bound."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from penstock.contract import (
-    Chunk,
     FinishReason,
     KvSource,
     Request,
     SamplingParams,
     Start,
-    StepPlan,
     TokenEvent,
 )
 from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
-from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace, ScoringCost
 from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.stages import State
 from penstock.figures import Histogram
@@ -183,77 +179,6 @@ def test_whoever_waits_for_the_end_of_a_steps_events_is_told_of_refusals_too() -
 
 
 # ------------------------------------------------------------------------------------------------------- pace
-
-
-def plan(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> StepPlan:
-    """Of (start, tokens) each."""
-    no_slots = np.empty(0, np.int32)
-    ordered = sorted(chunks, key=lambda chunk: chunk[1] > 1)
-    made = tuple(
-        Chunk(str(n), n, start, (1,) * num, no_slots, True, 1) for n, (start, num) in enumerate(ordered)
-    )
-    return StepPlan(1, made, sum(num == 1 for _, num in chunks), loads=loads)
-
-
-def paced(
-    *chunks: tuple[int, int], loads: tuple[str, ...] = ()
-) -> tuple[int, float] | tuple[int, float, str] | None:
-    """What a step of these chunks says about prefills: tokens, and depth, and whether that is what they take
-    at most."""
-    pace = Pace(ScoringCost(), Clock())
-    pace.launched(plan(*chunks, loads=loads))
-    found = pace.read()
-    if found is None:
-        return None
-    return (found.num_tokens, found.depth, "at most") if found.at_most else (found.num_tokens, found.depth)
-
-
-def test_a_step_counts_from_so_many_prompt_tokens_on() -> None:
-    assert paced((0, _MIN_TOKENS - 1)) is None
-    assert paced((0, _MIN_TOKENS)) == (_MIN_TOKENS, _MIN_TOKENS / 2)
-
-
-def test_a_step_counts_where_it_is_mostly_prefill() -> None:
-    decodes = 10
-    prefill = round(_MIN_SHARE * 100)
-    assert paced((0, prefill), *[(5, 1)] * decodes) == (prefill, prefill / 2), "nine tenths are enough"
-    assert paced((0, prefill - 1), *[(5, 1)] * decodes) == (prefill - 1, (prefill - 1) / 2, "at most")
-
-
-def test_a_step_that_waits_for_a_load_does_not_count() -> None:
-    assert paced((0, 100), loads=("r",)) is None
-
-
-def test_the_depth_is_what_lies_before_a_token_on_average() -> None:
-    assert paced((1000, 100)) == (100, 1050.0)
-    assert paced((0, 100), (400, 300)) == (400, (100 * 50 + 300 * 550) / 400)
-
-
-@pytest.mark.parametrize(
-    ("launch_s", "seconds"),
-    [((0.0, 1.0), (4.0, 3.0)), ((0.0, 5.0), (4.0, 2.0))],
-    ids=["queued behind", "after a pause"],
-)
-def test_a_step_takes_from_its_launch_or_the_end_of_the_one_before(
-    launch_s: tuple[float, float], seconds: tuple[float, float]
-) -> None:
-    clock = Clock()
-    pace = Pace(ScoringCost(), clock)
-    events: list[tuple[float, Callable[[], object]]] = [
-        (at, lambda: pace.launched(plan((0, 64)))) for at in launch_s
-    ]
-    took: list[float] = []
-
-    def read() -> None:
-        found = pace.read()
-        assert found is not None
-        took.append(found.seconds)
-
-    events += [(4.0, read), (7.0, read)]
-    for at, happens in sorted(events, key=lambda event: event[0]):
-        clock.now = 100.0 + at
-        happens()
-    assert tuple(took) == seconds
 
 
 def test_drafts_are_counted_by_their_places_also_where_none_there_was_kept() -> None:

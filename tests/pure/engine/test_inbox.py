@@ -103,32 +103,6 @@ def test_after_the_end_submissions_are_refused_and_everything_else_is_dropped() 
     assert len(inbox) == 0 and told == []
 
 
-def test_of_submissions_that_race_with_the_end_each_is_refused_or_failed() -> None:
-    for _ in range(20):
-        race_with_the_end(Inbox(), threading.Barrier(5))
-
-
-def race_with_the_end(inbox: Inbox, start: threading.Barrier) -> None:
-    told, refused = list[Any](), list[int]()
-
-    def submit(number: int) -> None:
-        start.wait(30.0)
-        for i in range(50):
-            try:
-                inbox.put(burst, fail=fails(told, f"{number} {i}"), only_open=True)
-            except EngineClosed:
-                refused.append(i)
-
-    threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    start.wait(30.0)
-    inbox.end("over")
-    for thread in threads:
-        thread.join(30.0)
-    assert len(told) + len(refused) == 200 and len(inbox) == 0 and len(set(told)) == len(told)
-
-
 def test_a_turn_runs_the_oldest_commands_and_leaves_the_rest_to_the_next() -> None:
     inbox, ran = Inbox(), []
     for number in range(150):

@@ -65,6 +65,7 @@ class Storage:
     cold: set[bytes] = field(default_factory=set)
     save: Under | None = None
     fetches: list[Under] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)  # of fetches
     forgets: list[int] = field(default_factory=list)  # how many keys each call named
 
     def submit_saves(self) -> Under | None:
@@ -85,6 +86,7 @@ class Storage:
         if not num:
             return None
         self.fetches.append(Under(num))
+        self.owners.append(owner)
         return self.fetches[-1]
 
 
@@ -137,20 +139,6 @@ def keys_of(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------- records
-
-
-def test_a_session_is_known_when_its_first_request_has_ended_and_all_events_reach_the_listener() -> None:
-    world = World()
-    heard = world.ends("chat", talk(0, 3), generated=[7, 8])
-    assert [event.finish for event in heard] == [None, FinishReason.LENGTH]
-    assert heard[1].tokens == (7, 8)
-    assert (
-        world.figures.known,
-        world.figures.known_blocks,
-        world.figures.tenants,
-        world.figures.retained,
-    ) == (1, 3, 1, 0)
-    assert not world.storage.wants
 
 
 @pytest.mark.parametrize(
@@ -433,37 +421,6 @@ def retained_by_tenant(world: World) -> Counter[str]:
 # ---------------------------------------------------------------------------------------------------- release
 
 
-def test_a_released_session_is_forgotten_with_all_its_blocks() -> None:
-    world = World()
-    world.ends("chat", talk(0, 6), retain_s=60)
-    world.ends("chat", talk(0, 7), release=True)
-    world.run()
-    assert not world.storage.kept
-    assert not world.storage.wants
-    assert (world.figures.known, world.figures.releases, world.figures.released_blocks) == (0, 1, 7)
-
-
-def test_a_release_waits_for_saves_that_are_under_way() -> None:
-    world = World()
-    world.storage.save = Under()
-    world.ends("chat", talk(0, 6), release=True)
-    world.run()
-    assert len(world.storage.kept) == 6
-    world.storage.save.settled = True
-    world.run()
-    assert not world.storage.kept
-
-
-def test_what_another_session_shares_stays() -> None:
-    world = World()
-    system = talk(0, 8)
-    world.ends("one", [*system, *talk(500, 8)])
-    world.ends("two", [*system, *talk(900, 8)], found=8 * BLOCK)
-    world.ends("one", [*system, *talk(500, 8)], release=True)
-    world.run()
-    assert world.storage.kept == {*keys_of([*system, *talk(900, 8)])}
-
-
 @pytest.mark.parametrize("turns", [[False, True], [True, False], [True]], ids=["then", "first", "only"])
 def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cancelled_unheard(
     turns: list[bool],
@@ -584,6 +541,7 @@ def test_prefetches_under_way_are_bounded_and_one_tenant_leaves_places_for_other
 
     assert [start_all(salt) for salt in "abcdefg"] == [8, 4, 2, 1, 1, 0, 0]
     assert (world.figures.prefetches_under_way, world.figures.prefetches_refused) == (16, 7)
+    assert len(set(world.storage.owners)) == 16, "each has an owner of its own"
     for fetch in world.storage.fetches:
         fetch.settled = True
     world.run()
@@ -625,15 +583,6 @@ def test_those_retained_are_looked_at_in_turn_one_in_a_round() -> None:
     for number in range(3):
         world.ends(str(number), talk(100 * number, 2), retain_s=60)
     assert looks(world, 6) == {keys_of(talk(100 * number, 2)): 2 for number in range(3)}
-
-
-def test_one_that_goes_on_is_looked_at_no_more_often_than_others() -> None:
-    """Each of its requests retains it anew."""
-    world = World()
-    for _ in range(5):
-        world.ends("busy", talk(0, 2), retain_s=60)
-    world.ends("quiet", talk(100, 2), retain_s=60)
-    assert looks(world, 6) == {keys_of(talk(0, 2)): 3, keys_of(talk(100, 2)): 3}
 
 
 @pytest.mark.parametrize("num_rounds", [0, 2], ids=["before its turn", "after its turn"])
@@ -730,48 +679,6 @@ def test_a_release_that_waits_is_nothing_that_is_due() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- prefetches
-
-
-class Owned(Storage):
-    """Says for whom blocks are brought up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.owners: list[str] = []
-
-    def prefetch(self, prefix: Prefix, owner: str) -> Under | None:
-        self.owners.append(owner)
-        return super().prefetch(prefix, owner)
-
-
-def test_two_prefetches_have_two_owners_and_one_that_finds_nothing_leaves_no_tenant() -> None:
-    world = World(prefetches=8)
-    world.storage = storage = Owned()
-    world.sessions = module.Sessions(storage, module.SessionLimits(100, prefetches=4), lambda: world.now_s)
-    storage.cold.update(keys_of(talk(0, 2)))
-    assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(900, 2)))) == (0, False)
-    assert world.figures.tenants == 0
-    assert world.sessions.prefetch("a", Prefix(b"", ())) == (0, False) and len(storage.owners) == 1, (
-        "there is nothing to ask for"
-    )
-    for _ in range(2):
-        assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
-    assert len(set(storage.owners[-2:])) == 2
-    with pytest.raises(Overloaded, match="2 prefetches of this tenant run, 2 in all"):
-        world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2))))
-    assert world.sessions.prefetch("b", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
-    assert (world.figures.tenants, world.figures.prefetches_refused, world.figures.prefetches_under_way) == (
-        2,
-        1,
-        3,
-    )
-    storage.fetches[0].settled = storage.fetches[2].settled = True
-    world.run()
-    assert (world.figures.tenants, world.figures.prefetches_under_way, world.figures.prefetches_finished) == (
-        1,
-        1,
-        2,
-    )
 
 
 def test_a_tenant_with_a_prefetch_under_way_is_kept_when_its_last_session_goes() -> None:

@@ -194,17 +194,21 @@ class LosesTheRowOfTheRetracted(Scheduler):
         self.running.free_rows = rows
 
 
-# Those that any few events bring to light; the others need a story of their own.
+# Those that any walk brings to light sooner or later; the others need a story of their own.
 FAULTS: list[type[Scheduler]] = [
     ForgetsThatPromisesAreDrawn,
     CountsIdleBlocksTwice,
     WritesOnAFullMatch,
     LeavesNothingToCompute,
     SealsWhatIsOnlyPlanned,
+    ResumesWithATokenInFlight,
     KeepsTheBlocksOfTheCancelled,
     GivesSlotsBackWithoutAFence,
     GivesSlotsBackWithTheFenceOfTheLastResult,
     LetsEchoUseTheCache,
+    ForgetsARetractedPlan,
     IgnoresTheBudget,
+    DoublesPromptLogprobs,
+    LosesPromptLogprobsOfAnEarlierLife,
     LosesTheRowOfTheRetracted,
 ]

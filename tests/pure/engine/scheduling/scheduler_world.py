@@ -37,12 +37,7 @@ from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.reads import Fetch
 from tests.pure.engine.scheduling.scheduler_device import BLOCK, EOS, SCOPE, Device, generate
-from tests.pure.engine.scheduling.scheduler_rules import (
-    check_event,
-    check_plan,
-    check_turn,
-    check_wants,
-)
+from tests.pure.engine.scheduling.scheduler_rules import check_event, check_plan, check_turn, check_wants
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, Tiers
 from tests.pure.engine.scheduling.scheduler_times import UNTIMED, Timed, check_time
 

@@ -1,12 +1,16 @@
-"""The scheduler over a disk and a store behind the host tier, story by story: who waits, for what, and where
-a prompt is said to have come from."""
+"""The scheduler over a disk and a store behind the host tier: who waits, for what, where a prompt is said to
+have come from, and what is read ahead for those in line."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from penstock.contract import KvSource
+from penstock.contract import KvSource, Prefetch
+from penstock.engine.scheduling import admission
 from penstock.kv.tiers.loads import BlockLoad
+from penstock.kv.tiers.reads import Fetch
 from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -60,21 +64,6 @@ def test_each_tier_is_counted_for_its_own_blocks_also_on_a_full_match() -> None:
     world.close()
 
 
-def test_where_a_block_is_lost_the_rest_is_computed_and_counted_so() -> None:
-    world = forgotten("ssd")
-    keys = world.cache.prefix_of(A).keys  # type: ignore[union-attr]
-    request = world.submit(A, 2, ignore_eos=True)
-    tiers_of(world).stores["ssd"].lose(keys[2])
-    assert world.plan() is None and world.state_of(request) == "loading"
-    world.device.lanes.run_all()
-    while world.settle():
-        world.device.lanes.run_all()
-    assert shape(planned(world)) == [(request, 8, 8)]
-    world.finish()
-    assert source_of(world, request) == KvSource(ssd=8, computed=8)
-    world.close()
-
-
 def test_a_store_that_has_not_answered_is_waited_for_and_others_go_on() -> None:
     world = forgotten("remote")
     request, other = world.submit(A, 2, ignore_eos=True), world.submit(B[:3], 2, ignore_eos=True)
@@ -84,17 +73,6 @@ def test_a_store_that_has_not_answered_is_waited_for_and_others_go_on() -> None:
     assert world.state_of(request) == "loading"
     world.finish()
     assert source_of(world, request) == KvSource(remote=15, computed=1)
-    world.close()
-
-
-def test_a_store_that_never_answers_is_waited_for_no_longer_than_that() -> None:
-    world = forgotten("remote")
-    request = world.submit(A, 2, ignore_eos=True)
-    assert world.plan() is None
-    tiers_of(world).clock.advance(10.0)
-    assert shape(planned(world)) == [(request, 0, 8)]
-    world.finish()
-    assert source_of(world, request) == KvSource(computed=16)
     world.close()
 
 
@@ -110,25 +88,128 @@ def test_where_host_memory_has_no_room_it_is_computed_in_the_same_step() -> None
     world.close()
 
 
-def test_a_step_starts_behind_the_last_part_where_nobody_else_computes() -> None:
-    world = forgotten("ssd")
-    request = world.submit([*A, 1], 2, ignore_eos=True)
-    assert world.plan() is None
-    for _ in range(4):
-        run_lane(world, "read ssd 0")
-        run_lane(world, "read ssd 1")
-    run_lane(world, "launch to device")
-    load = world.asked[request].load
-    assert (
-        isinstance(load, BlockLoad)
-        and load.num_sent == 4
-        and not load.nearly_landed()
-        and world.plan() is None
-    )
-    while not load.nearly_landed():
-        world.device.lanes.lane("to device").step()
-    plan = planned(world)
-    assert plan.loads == (request,) and not load.settled and shape(plan) == [(request, 16, 1)]
+def reads_of(world: World, tier: str = "ssd") -> Counter[bytes]:
+    """How often the store is asked for each key from now on."""
+    store, counted = tiers_of(world).stores[tier], Counter[bytes]()
+    read = store.read
+
+    def counting(keys, into):  # type: ignore[no-untyped-def]
+        counted.update(keys)
+        return read(keys, into)
+
+    store.read = counting  # type: ignore[method-assign]
+    return counted
+
+
+def line_of(world: World, *prompts: list[int]) -> list[str]:
+    """The first runs and takes the only row; the others wait."""
+    requests = [world.submit(prompt, 3, ignore_eos=True) for prompt in prompts]
+    planned(world)
+    return requests
+
+
+def prefetch_of(world: World, request_id: str) -> Prefetch | None:
+    waiting = world.scheduler.lives[request_id].waiting
+    return None if waiting is None else waiting.prefetch
+
+
+def fetch_of(world: World, request_id: str) -> Fetch:
+    fetch = prefetch_of(world, request_id)
+    assert isinstance(fetch, Fetch)
+    return fetch
+
+
+def host_has(world: World, prompt: list[int]) -> list[bool]:
+    return [slot >= 0 for slot in tiers_of(world).host.pool.find_each(world.cache.prefix_of(prompt).keys)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_request_that_waits_has_its_cold_blocks_in_host_memory_when_it_starts(tier: str) -> None:
+    world = forgotten(tier, max_batch=1)
+    reads = reads_of(world, tier)
+    running, waiting = world.submit(B, 3, ignore_eos=True), world.submit([*A, 1], 2, ignore_eos=True)
+    if tier == "remote":
+        run_lane(world, "ask remote")
+    planned(world)
+    fetch = fetch_of(world, waiting)
+    assert fetch.num_blocks == 4 and world.state_of(running) == "running"
+    for _ in range(2):
+        world.device.lanes.run_all()
+        world.settle()
+    assert fetch.settled and host_has(world, A) == [True] * 4 and world.state_of(waiting) == "waiting"
+    while world.state_of(waiting) == "waiting":
+        world.step()
+    assert isinstance(world.asked[waiting].load, BlockLoad), "from host memory, layer by layer"
     world.finish()
-    assert source_of(world, request) == KvSource(ssd=16, computed=1)
+    assert set(reads.values()) == {1} and len(reads) == 4
+    assert source_of(world, waiting) == KvSource(**{tier: 16}, computed=1), (
+        "that is where they came from while it waited"
+    )
+    world.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_request_that_starts_while_it_is_read_for_takes_over(turns: int) -> None:
+    world = forgotten("ssd", max_batch=1)
+    reads = reads_of(world)
+    running, waiting = line_of(world, B, [*A, 1])
+    fetch = fetch_of(world, waiting)
+    for number in range(turns):
+        world.device.lanes.lane(f"read ssd {number % 2}").step()
+    world.settle()
+    world.cancel(running)
+    world.plan()
+    assert world.state_of(waiting) == "loading" and prefetch_of(world, waiting) is None and fetch.ended
+    world.finish()
+    assert set(reads.values()) == {1} and len(reads) == 4, "nothing is read twice"
+    source = source_of(world, waiting)
+    assert source.computed == 1 and source.ssd + source.host == 16
+    world.close()
+
+
+def test_a_cancel_in_line_ends_what_is_read_for_it() -> None:
+    world = forgotten("ssd", max_batch=1)
+    _, waiting = line_of(world, B, [*A, 1])
+    fetch = fetch_of(world, waiting)
+    world.cancel(waiting)
+    assert fetch.ended
+    world.device.lanes.run_all()
+    world.settle()
+    assert fetch.settled and host_has(world, A) == [True, True, False, False], (
+        "what was being read has landed"
+    )
+    world.close()
+
+
+def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_PREFETCHED", 2)
+    world = forgotten("ssd", max_batch=1, num_host=96)
+    prompts = [[number] * 16 for number in (1, 2, 3)]
+    for prompt in prompts:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.cache.reset(["device", "host"])
+    requests = line_of(world, B, *prompts)
+    assert [prefetch_of(world, request) is not None for request in requests] == [False, True, False, False]
+    world.plan()
+    assert [prefetch_of(world, request) is not None for request in requests] == [False, True, True, False]
+    world.plan()
+    assert [prefetch_of(world, request) is not None for request in requests] == [False, True, True, False], (
+        "the third is too far"
+    )
+    world.close()
+
+
+def test_requests_in_line_leave_room_for_saves() -> None:
+    """However long the line: fetches reserve a quarter of host memory at most."""
+    world = World(max_batch=1, cold=Cold(16, stores=("ssd",)))
+    prompts = [[number] * 16 for number in range(1, 6)]
+    for prompt in prompts:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.cache.reset(["device", "host"])
+    line_of(world, B, *prompts)
+    for _ in range(4):
+        world.plan()
+    assert 0 < tiers_of(world).host.pool.counts.reserved <= 4
     world.close()

@@ -157,13 +157,7 @@ class SealsWatched(KvCache):
 
 class World:
     def __init__(
-        self,
-        seed: int,
-        ahead: bool,
-        num_blocks: int,
-        overcommit: float,
-        failing: float,
-        expects: int = 0,
+        self, seed: int, ahead: bool, num_blocks: int, overcommit: float, failing: float, expects: int = 0
     ) -> None:
         self.rng = random.Random(seed)
         self.masks = random.Random(seed)

@@ -171,20 +171,32 @@ def ranked(bound_s: float, *those: tuple[float, float | None, float]) -> list[in
     return [tracks.index(track) for track in crowd.line]
 
 
-def test_whoever_is_cheaper_to_start_goes_first() -> None:
-    assert ranked(60.0, (0.0, 0.5, 0.5), (1.0, 0.001, 0.9), (2.0, 0.1, 0.9)) == [1, 2, 0]
+ORDERS = {
+    "whoever is cheaper to start": (60.0, [(0.0, 0.5, 0.5), (1.0, 0.001, 0.9), (2.0, 0.1, 0.9)], [1, 2, 0]),
+    "a known prompt is overtaken for a part of the bound": (
+        60.0, [(0.0, 9.0, 0.25), (9.7, 0.0, 1.0), (10.1, 0.0, 1.0)], [1, 0, 2],
+    ),
+    "an unknown one for all of it": (
+        60.0, [(0.0, 9.0, 0.0), (59.5, 0.0, 1.0), (60.5, 0.0, 1.0)], [1, 0, 2],
+    ),
+    "a second of work is worth a minute": (
+        60.0, [(0.0, 0.1, 0.5), (5.5, 0.0, 1.0), (6.5, 0.0, 1.0)], [1, 0, 2],
+    ),
+    "four where nothing is found": (
+        60.0, [(0.0, 0.1, 0.0), (23.0, 0.0, 1.0), (25.0, 0.0, 1.0)], [1, 0, 2],
+    ),
+    "those that find nothing by arrival": (
+        60.0, [(0.0, 9.0, 0.0), (1.0, 0.001, 0.0), (2.0, 0.1, 0.0)], [0, 1, 2],
+    ),
+    "no bound, no figures": (0.0, [(0.0, 9.0, 0.0), (1.0, 0.001, 1.0), (1.0, 0.0, 1.0)], [0, 1, 2]),
+    "nothing is known": (60.0, [(0.0, None, 0.0), (1.0, None, 1.0)], [0, 1]),
+}  # fmt: skip
 
 
-def test_somebody_who_finds_a_good_part_of_his_prompt_is_overtaken_for_a_small_part_of_the_bound() -> None:
-    assert ranked(60.0, (0.0, 9.0, 0.25), (9.7, 0.0, 1.0), (10.1, 0.0, 1.0)) == [1, 0, 2]
-    assert ranked(60.0, (0.0, 9.0, 0.0), (59.5, 0.0, 1.0), (60.5, 0.0, 1.0)) == [1, 0, 2]
-
-
-def test_a_second_of_work_is_worth_a_minute_of_waiting() -> None:
-    assert ranked(60.0, (0.0, 0.1, 0.5), (5.5, 0.0, 1.0), (6.5, 0.0, 1.0)) == [1, 0, 2]
-    assert ranked(60.0, (0.0, 0.1, 0.0), (23.0, 0.0, 1.0), (25.0, 0.0, 1.0)) == [1, 0, 2], (
-        "four where nothing is found"
-    )
+def test_who_goes_first() -> None:
+    """Each has its arrival, the seconds that it takes to start, and the share of its prompt that it finds."""
+    for why, (bound_s, those, order) in ORDERS.items():
+        assert ranked(bound_s, *those) == order, why
 
 
 def test_a_second_of_work_counts_less_for_somebody_whose_kv_is_on_the_device() -> None:
@@ -199,10 +211,6 @@ def test_a_second_of_work_counts_less_for_somebody_whose_kv_is_on_the_device() -
     assert list(crowd.line) == [later, here, away], "ten seconds for a second"
 
 
-def test_those_that_find_nothing_go_in_the_order_of_their_arrival_though_the_later_ones_are_shorter() -> None:
-    assert ranked(60.0, (0.0, 9.0, 0.0), (1.0, 0.001, 0.0), (2.0, 0.1, 0.0)) == [0, 1, 2]
-
-
 def test_one_whose_arrival_was_noted_first_goes_first_though_it_came_into_line_later() -> None:
     """Hashing a long prompt takes its time, in the thread of its caller."""
     for bound_s, start_s in ((0.0, None), (60.0, None), (60.0, 1.0)):
@@ -212,14 +220,6 @@ def test_one_whose_arrival_was_noted_first_goes_first_though_it_came_into_line_l
         for track in (early, late):
             crowd.line.rank(track, start_s, 0.0)
         assert list(crowd.line) == [early, late]
-
-
-def test_without_a_bound_figures_make_no_difference() -> None:
-    assert ranked(0.0, (0.0, 9.0, 0.0), (1.0, 0.001, 1.0), (1.0, 0.0, 1.0)) == [0, 1, 2]
-
-
-def test_where_nothing_is_known_the_order_is_that_of_arrival() -> None:
-    assert ranked(60.0, (0.0, None, 0.0), (1.0, None, 1.0)) == [0, 1]
 
 
 def test_one_that_was_retracted_has_the_place_of_its_arrival_whatever_it_costs() -> None:
@@ -290,17 +290,6 @@ def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
         looked = [track for _ in range(5) for track in crowd.line.look_again(2)]
         assert set(looked) == set(tracks) and len(looked) == 10
     assert len(crowd.line.look_again(64)) == 10
-
-
-def test_nothing_is_kept_of_those_that_have_left_the_line() -> None:
-    """A prompt of 100,000 tokens is megabytes, and an engine without work makes no plans."""
-    crowd = Crowd(60.0)
-    for _ in range(5):
-        crowd.add()
-    for state in (State.RUNNING, State.ENDED):
-        crowd.leave(crowd.waiting[0], state)
-    assert len(crowd.line._to_look_at) == 3
-    assert set(crowd.line.look_again(64)) == set(crowd.waiting)
 
 
 def test_newcomers_are_looked_at_before_others_are_looked_at_again() -> None:

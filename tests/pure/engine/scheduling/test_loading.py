@@ -1,5 +1,5 @@
-"""Requests whose prefix comes from the host tier, or whose own KV went there and comes back; and defects that
-turn these tests red."""
+"""Requests whose prefix comes from the host tier, or whose own KV went there and comes back, also where loads
+are late; and defects that turn these tests red."""
 
 from __future__ import annotations
 
@@ -56,15 +56,6 @@ def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset() -> 
     assert source_of(world, first).host == 3
 
 
-def test_others_run_while_a_request_is_loading() -> None:
-    world = remembered(A[:8])
-    loading, other = world.submit([*A[:8], 1], 2, ignore_eos=True), world.submit(B[:5], 3, ignore_eos=True)
-    assert shape(planned(world)) == [(other, 0, 5)]
-    turn_without(world, "device", 4)
-    assert world.outcome(other)[1] is FinishReason.LENGTH and world.state_of(loading) == "loading"
-    world.close()
-
-
 def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() -> None:
     world = remembered(A[:8])
     again = world.submit([*A[:8], 6, 6], 1)
@@ -108,50 +99,6 @@ def test_a_step_never_waits_for_a_load_while_others_could_be_computed() -> None:
     world.close()
 
 
-def test_an_identical_promotion_under_way_is_shared_and_not_repeated() -> None:
-    world = remembered(A[:8])
-    first, second = world.submit([*A[:8], 1], 1), world.submit([*A[:8], 2], 1)
-    world.plan()
-    assert [world.state_of(i) for i in (first, second)] == ["loading", "waiting"]
-    world.device.lanes.run_all()
-    world.settle()
-    assert shape(planned(world)) == [(first, 8, 1), (second, 8, 1)]
-    world.close()
-    assert world.seen["promotion"] == 1
-    assert (source_of(world, first).host, source_of(world, second).device) == (8, 8)
-
-
-def test_a_prefix_that_is_not_worth_loading_is_computed() -> None:
-    world = remembered(A[:8])
-    tiers_of(world).worth = False
-    again = world.submit([*A[:8], 1], 1)
-    assert shape(planned(world))[0][:2] == (again, 0)
-    world.close()
-    assert source_of(world, again) == KvSource(computed=9)
-
-
-def test_without_a_device_cache_every_prefix_comes_from_the_host() -> None:
-    world = remembered(A[:8], prefix_cache=False)
-    for _ in range(2):
-        again = world.submit([*A[:8], 1], 1)
-        world.finish()
-        assert source_of(world, again) == KvSource(host=8, computed=1)
-    assert world.cache.stats().slots["device"].idle == 0
-    world.close()
-
-
-def test_a_lease_that_has_expired_is_taken_again_when_its_request_is_planned() -> None:
-    world = remembered(A[:8])
-    busy = world.submit(B[:8], 9, ignore_eos=True)
-    again = world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
-    world.step()
-    tiers_of(world).expire()
-    world.step()
-    assert tiers_of(world).host.counts.leases_expired == 1 and world.state_of(again) == "waiting"
-    world.close()
-    assert world.outcome(busy)[1] is FinishReason.LENGTH and source_of(world, again).host == 8
-
-
 def test_a_request_that_waits_for_several_times_as_long_as_a_lease_lasts_still_finds_its_prefix() -> None:
     world = remembered(A[:8])
     busy = world.submit(B[:8], 9, ignore_eos=True)
@@ -163,35 +110,6 @@ def test_a_request_that_waits_for_several_times_as_long_as_a_lease_lasts_still_f
         assert tiers_of(world).host.counts.leases_expired == num and world.state_of(again) == "waiting"
     world.close()
     assert world.outcome(busy)[1] is FinishReason.LENGTH and source_of(world, again).host == 8
-
-
-def test_a_load_that_fails_is_computed_instead_and_nobody_notices() -> None:
-    world = remembered(A[:8])
-    again = world.submit([*A[:8], 1], 3, ignore_eos=True)
-    world.plan()
-    tiers_of(world).promotions.fail_next = 1
-    world.device.lanes.run_all()
-    world.settle()
-    assert shape(planned(world)) == [(again, 0, 8)]
-    world.close()
-    assert source_of(world, again) == KvSource(computed=9)
-
-
-def test_a_load_that_fails_under_a_step_sets_its_requests_back() -> None:
-    world = remembered(A[:8])
-    again, other = world.submit([*A[:8], 1], 3, ignore_eos=True), world.submit(B[:3], 2, ignore_eos=True)
-    world.cancel(other)
-    world.plan()
-    tiers = tiers_of(world)
-    tiers.launch("device")
-    late = world.submit(B[:3], 2, ignore_eos=True)
-    assert shape(planned(world)) == [(again, 8, 1), (late, 0, 3)]
-    planned(world)  # a second step, which computes on what the first has not
-    tiers.promotions.fail_next = 1
-    assert world.commit() == []
-    world.close()
-    assert [world.outcome(i)[1] for i in (again, late)] == [FinishReason.LENGTH] * 2
-    assert (source_of(world, again), source_of(world, late)) == (KvSource(computed=9), KvSource(computed=3))
 
 
 def test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_instead() -> None:
@@ -208,18 +126,6 @@ def test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_in
     tiers.promotions.fail_next = 1
     world.close()
     assert source_of(world, first) == KvSource(computed=6)
-
-
-def test_a_load_that_is_late_is_waited_for_no_longer() -> None:
-    world = remembered(A[:8])
-    again = world.submit([*A[:8], 1], 1)
-    world.plan()
-    tiers_of(world).make_late()
-    assert shape(planned(world)) == [(again, 0, 8)]
-    assert world.cache.stats().slots["device"].pinned == 2, "its slots stay with it"
-    turn_without(world, "device", 3)
-    assert world.outcome(again)[1] is FinishReason.LENGTH
-    world.close()
 
 
 # ----------------------------------------------------------------------------------------- retract and resume
@@ -258,20 +164,6 @@ def test_a_retracted_request_resumes_with_nothing_computed_again() -> None:
     assert world.scheduler.counts.retractions == 1 and world.seen["resume with its tail"] == 1
 
 
-def test_the_blocks_of_a_retracted_request_are_free_when_they_are_saved_and_not_before() -> None:
-    world = crowded()
-    assert world.state_of("r1") == "retracted" and world.cache.num_settling > 0
-    num_settling = world.cache.num_settling
-    turn_without(world, "host", 2)
-    assert world.cache.num_settling == num_settling, "nothing was read yet"
-    while world.in_flight:
-        world.commit()
-    world.device.lanes.run_all()
-    world.settle()
-    assert world.cache.num_settling == 0
-    world.close()
-
-
 def test_a_retracted_request_waits_until_what_it_had_is_saved() -> None:
     world = crowded()
     world.cancel("r0")
@@ -283,40 +175,6 @@ def test_a_retracted_request_waits_until_what_it_had_is_saved() -> None:
     world.settle()
     world.plan()
     assert world.state_of("r1") == "loading"
-    world.close()
-
-
-def test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over() -> None:
-    world = crowded()
-    world.cancel("r1")
-    tiers = tiers_of(world)
-    assert len(tiers.saves.mover.flying)
-    world.cancel("r0")
-    world.close()
-    assert tiers.host.pool.counts.reserved == 0
-
-
-def test_a_tail_that_was_saved_half_full_gets_no_key() -> None:
-    """Pushed out inside its prompt, at the second of eight tokens: the first block is half there, and its key
-    is known."""
-    world = World(num_slots=3, prefill_chunk=6, overcommit=4.0, cold=Cold(24))
-    world.submit(A[:4], 5, ignore_eos=True)
-    world.submit(B[:8], 2, ignore_eos=True)
-    assert shape(planned(world)) == [("r0", 0, 4), ("r1", 0, 2)]
-    assert shape(planned(world)) == [("r0", 4, 1)] and world.state_of("r1") == "retracted"
-    world.cancel("r0")
-    second = world.asked["r1"].request
-    while world.in_flight:
-        world.commit()
-    world.device.lanes.run_all()
-    world.settle()
-    world.cache.reset(["device"])
-    world.plan()
-    world.device.lanes.run_all()
-    world.settle()
-    assert world.state_of("r1") in ("loading", "running") and second.prefix is not None
-    assert world.asked["r1"].num_landed == BLOCK, "the half block came back"
-    assert world.cache.match(second.prefix.keys).num_blocks == 0
     world.close()
 
 
@@ -332,18 +190,72 @@ def test_nobody_is_pushed_out_while_transfers_under_way_free_enough() -> None:
     world.close()
 
 
-def test_nobody_waits_for_the_slots_of_a_load_that_is_late() -> None:
-    world = remembered(C[:8], num_slots=6, overcommit=4.0, prefill_chunk=64)
-    gone = world.submit([*C[:8], 1], 1)
+LONG = 9  # tokens to generate: two more blocks than the prompt's
+
+
+def loading(*prompts: list[int], **world: object) -> tuple[World, str]:
+    """A world in which the last request waits for two blocks, and the first of their copies has begun to
+    write."""
+    made = remembered(A[:8], *prompts, **world)
+    request_id = made.submit([*A[:8], 1], 4, ignore_eos=True)
+    assert made.plan() is None and made.state_of(request_id) == "loading"
+    tiers = tiers_of(made)
+    tiers.launch("device")
+    while tiers.lane("device").begun() is None:
+        assert tiers.move("device")
+    return made, request_id
+
+
+# -------------------------------------------------------------------------------------------------- admission
+
+
+# Holds invariant 19: a request in line holds nothing that another needs.
+def test_two_waiting_requests_starve_each_other() -> None:
+    world = remembered(A[:12], B[:12], num_slots=8)
+    # seven blocks, and five
+    first, second = world.submit(A[:12], 16, ignore_eos=True), world.submit(B[:12], 8, ignore_eos=True)
     world.plan()
-    world.cancel(gone)
-    tiers_of(world).make_late()
-    older, younger = world.submit(A[:4], 9, ignore_eos=True), world.submit(B[:4], 9, ignore_eos=True)
-    turn_without(world, "device", 16)
-    assert world.cache.stats().slots["device"].pinned == 2, "it is stuck"
-    assert world.outcome(older)[1] is FinishReason.LENGTH and world.scheduler.counts.retractions == 1
+    assert set(world.cache.tables) == {first}, "what waits holds nothing that the other needs"
+    assert len(tiers_of(world).host.leases) == 1
     world.close()
-    assert world.outcome(younger)[1] is FinishReason.LENGTH
+    assert [world.outcome(i)[1] for i in (first, second)] == [FinishReason.LENGTH] * 2
+    assert [source_of(world, i).host for i in (first, second)] == [11, 11]
+
+
+# -------------------------------------------------------------------------------------------------- transfers
+
+
+def test_prefetch_waits_for_one_stuck_load() -> None:
+    world, stuck = loading(B[:8], num_slots=10, max_batch=4)
+    same, other, new = (
+        world.submit([*A[:8], 2], 1),
+        world.submit([*B[:8], 2], 1),
+        world.submit(C[:5], 2, ignore_eos=True),
+    )
+    turn_without(world, "device", 3)
+    assert world.outcome(new)[1] is FinishReason.LENGTH, "others run while it is waited for"
+    tiers_of(world).make_late()
+    turn_without(world, "device", 16)
+    assert [world.outcome(i)[1] for i in (stuck, same, other)] == [FinishReason.LENGTH] * 3
+    assert world.cache.stats().slots["device"].pinned == 2, "it is still stuck, with its slots"
+    world.close()
+
+
+# -------------------------------------------------------------------------------------------------- host pool
+
+
+def test_evicting_a_leased_block() -> None:
+    world = remembered(A[:8], num_slots=6, num_host=4)
+    # seals four blocks, and the host has room for two beside those of A
+    busy = world.submit(B[:8], LONG, ignore_eos=True)
+    planned(world)
+    waiting = world.submit([*A[:8], 1], LONG, ignore_eos=True)
+    while world.asked[busy].ended is None:
+        world.step()
+        world.check()
+    assert tiers_of(world).host.counts.landed > 4, "more came than there is room for"
+    world.close()
+    assert source_of(world, waiting).host == 8
 
 
 # ----------------------------------------------------------------------------------------------------- faults
@@ -357,30 +269,19 @@ RED: list[tuple[faults.Fault, Callable[..., None]]] = [
         faults.begins_before_the_copies_are_launched,
         test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes,
     ),
-    (faults.believes_a_load_that_failed, test_a_load_that_fails_is_computed_instead_and_nobody_notices),
-    (faults.reports_what_never_came, test_a_load_that_fails_is_computed_instead_and_nobody_notices),
-    (faults.ends_requests_whose_load_failed, test_a_load_that_fails_under_a_step_sets_its_requests_back),
-    (faults.goes_on_without_the_step_that_failed, test_a_load_that_fails_under_a_step_sets_its_requests_back),
     (
         faults.forgets_a_load_that_fails_when_it_has_set_off,
         test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_instead,
     ),
-    (faults.waits_for_ever_for_a_late_load, test_a_load_that_is_late_is_waited_for_no_longer),
     (faults.never_saves, test_a_retracted_request_resumes_with_nothing_computed_again),
-    (faults.gives_a_half_saved_tail_a_key, test_a_tail_that_was_saved_half_full_gets_no_key),
-    (
-        faults.keeps_what_was_saved_for_one_request,
-        test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over,
-    ),
-    (
-        faults.frees_the_slots_of_a_transfer_with_its_table,
-        test_the_blocks_of_a_retracted_request_are_free_when_they_are_saved_and_not_before,
-    ),
-    (faults.keeps_others_waiting_for_a_late_load, test_nobody_waits_for_the_slots_of_a_load_that_is_late),
     (
         faults.pushes_out_while_transfers_free_enough,
         test_nobody_is_pushed_out_while_transfers_under_way_free_enough,
     ),
+    (faults.forgets_what_is_promised, test_two_waiting_requests_starve_each_other),
+    (faults.waits_for_ever_for_a_late_load, test_prefetch_waits_for_one_stuck_load),
+    (faults.keeps_others_waiting_for_a_late_load, test_prefetch_waits_for_one_stuck_load),
+    (faults.evicts_what_is_leased, test_evicting_a_leased_block),
 ]
 
 
@@ -393,3 +294,67 @@ def test_a_defect_turns_its_test_red(
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError)):
         test()
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_one_that_had_waited_too_long_for_a_load_asks_for_no_other(lands: bool) -> None:
+    world = remembered(A[:8], num_slots=4)
+    late = world.submit([*A[:8], 1], 3, ignore_eos=True)
+    assert world.plan() is None and world.state_of(late) == "loading"
+    tiers_of(world).make_late()
+    assert world.plan() is None and world.state_of(late) == "waiting", (
+        "half of the device is still being loaded into"
+    )
+    assert world.scheduler.lives[late].running is None
+    tiers_of(world).promotions.fail_next = 0 if lands else 1
+    world.close()
+    assert world.seen["promotion"] == 1
+    assert source_of(world, late) == (KvSource(device=8, computed=1) if lands else KvSource(computed=9)), (
+        "what came after all is there"
+    )
+
+
+def test_one_that_waited_too_long_keeps_the_place_of_its_arrival() -> None:
+    world = remembered(A[:8], num_slots=4, max_batch=1)
+    late = world.submit([*A[:8], 1], 3, ignore_eos=True)
+    assert world.plan() is None
+    others = [world.submit([2, 2, 2], 9, ignore_eos=True), world.submit([3, 3, 3], 9, ignore_eos=True)]
+    tiers_of(world).make_late()
+    world.plan()
+    assert world.in_line() == [late, *others] and world.scheduler.num_by_state()["waiting"] == 3
+    world.close()
+    assert [i for i in world.admitted if i in (late, *others)] == [late, late, *others]
+
+
+def pushed_out() -> tuple[World, str]:
+    """A request that was retracted, and loads what it had; and nobody else."""
+    world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
+    first, second = (
+        world.submit(A[:8], 9, ignore_eos=True),
+        world.submit([6, 5, 4, 3, 2, 1, 6, 5], 9, ignore_eos=True),
+    )
+    while world.state_of(second) != "retracted":
+        world.step()
+    while world.state_of(second) != "loading":
+        if world.outcome(first)[1] is None:
+            world.step()
+        else:
+            for lane in world.device.lanes:
+                while not lane.name.endswith("to device") and lane.step():
+                    pass
+            world.settle()
+            world.plan()
+    assert len(world.asked[second].got) > 0
+    return world, second
+
+
+def test_one_that_was_pushed_out_before_it_waited_too_long_comes_back_when_all_of_it_fits() -> None:
+    """As after any retraction: a second one would be thrashing."""
+    world, second = pushed_out()
+    tiers_of(world).make_late()
+    urgent = world.submit([1, 2, 3], 8, priority=-1, ignore_eos=True)
+    world.plan()
+    assert (world.state_of(urgent), world.state_of(second)) == ("running", "retracted")
+    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 1}
+    world.close()
+    assert world.scheduler.counts.retractions == 1

@@ -23,7 +23,6 @@ from penstock.contract import (
     Grammar,
     KeptSums,
     PartScores,
-    Request,
     Sampled,
     SamplingParams,
     Scoring,
@@ -36,7 +35,7 @@ from penstock.contract import (
     TokenScores,
     Waits,
 )
-from penstock.errors import InvariantBroken, TransferFailed
+from penstock.errors import InvariantBroken
 from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import Walker, choose
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -124,27 +123,6 @@ def test_no_field_is_declared_to_hold_what_lives(kind: Any) -> None:
     assert list(declared_living(kind, kind.__name__)) == []
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [1],
-        {},
-        object(),
-        len,
-        np.float64(1.0),
-        np.zeros(1),
-        Request("r", [1], SamplingParams(max_tokens=1)),
-        Waits(),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_lives_is_noticed_wherever_it_is(value: Any) -> None:
-    """The fault: such a thing is in a plan."""
-    chunk = Chunk("r", 0, 0, (1,), np.zeros(1, np.int32), True, 1)._replace(adapter=value)
-    assert len(list(living(StepPlan(1, (chunk,), 1), "plan"))) == 1
-    assert len(list(declared_living(type(value), "plan"))) == 1
-
-
 def test_the_same_walk_makes_the_same_plans_and_results_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def walked_by_the_clock(seed: int) -> World:
         """Rates of links are measured, and transfers may be late: on a busy machine the time is another one
@@ -199,12 +177,3 @@ def test_what_a_plan_waits_for_is_looked_up_by_its_names() -> None:
     for missing in (Waits(waits.fences, {}), Waits({}, waits.loads)):
         with pytest.raises(InvariantBroken, match="step 3 is to wait for"):
             missing.of(plan)
-
-
-def test_a_failure_says_what_was_raised_and_whether_the_step_lacked_kv() -> None:
-    class Late(TransferFailed):
-        pass
-
-    assert StepFailure.of(RuntimeError("no device")) == ("RuntimeError", "no device", False)
-    assert StepFailure.of(Late("no block")) == ("Late", "no block", True)
-    assert str(StepFailure.of(RuntimeError("no device"))) == "RuntimeError: no device"

@@ -117,18 +117,6 @@ def test_a_plan_looks_at_no_more_for_long_prompts_that_wait_than_for_short_ones(
     assert world.num_lookups_of() <= NUM_WAITING, "one key each: the one that it waits for"
 
 
-def test_blocks_that_others_lose_meanwhile_make_no_difference() -> None:
-    world = waiting_for_a_prefix(10_000)
-    other = world.cache.open("other", world.cache.prefix_of(range(20_000, 20_400)), 0)
-    assert other.try_extend(100)
-    other.seal(range(20_000, 20_400), 400, None)
-    other.release(None)
-    world.plan()
-    for _ in range(10):
-        assert world.pool.evict(10) == 10
-        assert world.num_lookups_of() <= NUM_WAITING
-
-
 def test_what_a_waiting_request_lost_is_looked_up_again() -> None:
     """The first half of its prompt is cached, and a running request computes the second for itself; then the
     half is evicted from its middle on: there is nothing to wait for any more, and it starts with what is
@@ -150,16 +138,6 @@ def test_what_a_waiting_request_lost_is_looked_up_again() -> None:
     assert world.pool.evict(50) == 50
     plan = world.plan()
     assert [(c.request_id, c.start) for c in plan.chunks if c.request_id == waits] == [(waits, 75 * BLOCK)]
-
-
-def test_a_waiting_request_goes_on_when_the_one_that_it_waits_for_ends() -> None:
-    world = waiting_for_a_prefix(1_000)
-    world.scheduler.cancel("r64")  # no more than 64 are looked at
-    other = world.submit([2_000], max_tokens=100)
-    assert {c.request_id for c in world.plan().chunks} == {"r0", other}, "that one goes ahead"
-    world.scheduler.cancel("r0")
-    plan = world.plan()
-    assert plan.chunks[-1].request_id == "r1" and plan.chunks[-1].start == 500 // BLOCK * BLOCK
 
 
 def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(
@@ -250,15 +228,6 @@ def test_blocks_that_many_requests_fill_in_one_step_get_their_keys_a_few_in_each
     assert [owner for some in sealing.by_commit for owner in some] == [*sealing.ids, *sealing.ids], (
         "all of them twice, the oldest first"
     )
-
-
-def test_a_request_that_ends_before_its_turn_has_its_blocks_found_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sealing = Sealing(monkeypatch, max_tokens=2)
-    sealing.run(2)  # the block of four is full in the step that ends them all
-    assert sorted(sealing.by_commit[-1]) == sorted(sealing.ids) and not sealing.world.scheduler.has_work()
-    assert sealing.world.scheduler._sealing._unsealed == {}
 
 
 def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_the_same(

@@ -9,12 +9,10 @@ import pytest
 
 from penstock.config import KvConfig
 from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring
-from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
 from penstock.engine.scheduling.deep import Deep
 from penstock.engine.scheduling.residency import (
     DECAY,
     FIRST_RECALL,
-    FIRST_TAU,
     Division,
     KeptContext,
     KeptContexts,
@@ -105,34 +103,6 @@ def scores(**best: float) -> np.ndarray:
     return found
 
 
-def test_the_first_part_and_pinned_ones_are_there_before_any_score_is_known() -> None:
-    resident, table = resident_set(pins=((700, 720),)), FakeTable(400, 368)
-    assert resident.wanted(table) == [0, 10, 11]
-    assert resident_set(pins=((700, 704),)).wanted(table) == [0, 10]
-
-
-def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_least() -> None:
-    resident, table = resident_set(), FakeTable(400, 368)
-    division = resident.division
-    resident.take_scores(scores(p7=5.0, p30=4.0, p12=3.0))
-    fetched = fetch_all(resident, table)
-    assert list(fetched)[:4] == [0, 7, 30, 12] and len(fetched) == division.chosen
-    assert not resident.shows_needed(table) and resident.is_filling(table), (
-        "nothing is computed without the first part"
-    )
-    assert land(resident, table, fetched) == []
-    after = resident.place(table, 6400, 6401, may_score=False, may_read=True)
-    assert after.num_left_out == 368 - 4 * division.chosen and after.paged is None
-    own = after.slots[: 4 * division.chosen]
-    assert (np.diff(own) > 0).all(), "in the order of their positions"
-    assert len(after.slots) == 4 * division.chosen + 401 - 368
-    resident.take_scores(scores(p40=9.0, p41=8.0))
-    more = fetch_all(resident, table)
-    assert {40, 41} <= set(more) and len(more) <= division.moving
-    gone = land(resident, table, more)
-    assert len(gone) == len(more) and all(one is not fetched[part] for one in gone for part in (0, 7, 30))
-
-
 def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
     resident, table = resident_set(), FakeTable(400, 368)
     fetched = fetch_all(resident, table)
@@ -175,16 +145,6 @@ def test_a_part_of_which_some_is_on_the_device_is_shown_to_nobody() -> None:
     out as a whole."""
     with pytest.raises(InvariantBroken, match="370 blocks of a scored request are paged out"):
         resident_set().place(FakeTable(400, 370), 6400, 6401, may_score=False, may_read=True)
-
-
-def test_what_was_wanted_a_moment_ago_is_kept_before_what_never_was() -> None:
-    resident = resident_set()
-    resident.take_scores(scores(p7=8.0, p9=1.0))
-    resident.take_scores(scores(p12=3.0))
-    assert resident._order[:4] == [0, 7, 12, 9]
-    resident.take_scores(scores())
-    resident.take_scores(scores(p12=3.0))
-    assert resident._order[:3] == [0, 12, 7]
 
 
 def test_the_last_exact_chunk_sums_up_everything_and_no_window_block_leaves_before_it_is() -> None:
@@ -525,30 +485,6 @@ def test_what_cannot_be_is_refused_at_the_start_where_it_is_the_default_and_by_r
         choice().for_request("scored", [(64, 64 * 25)], 10**6, 0)
 
 
-# -------------------------------------------------------------------------------------------------- how often
-
-
-def test_scoring_takes_a_twentieth_of_decoding() -> None:
-    cost = ScoringCost()
-    assert cost.tau == FIRST_TAU
-    for _ in range(50):
-        cost.add(0.010, scores=False)
-        cost.add(0.025, scores=True)
-    assert cost.tau == 30 and cost.seconds == pytest.approx(50 * 0.015)
-    assert cost.seconds / (50 * cost.tau * 0.010) <= 0.0501
-
-
-def test_its_distance_has_bounds() -> None:
-    cheap, dear = ScoringCost(), ScoringCost()
-    for one, seconds in ((cheap, 0.0101), (dear, 1.0)):
-        one.add(0.010, scores=False)
-        one.add(seconds, scores=True)
-    assert (cheap.tau, dear.tau) == (LEAST_TAU, MOST_TAU)
-    odd = ScoringCost()
-    odd.add(0.01, scores=True)
-    assert odd.tau == FIRST_TAU, "nothing to compare with"
-
-
 # ---------------------------------------------------------------------------------------------- the next turn
 
 
@@ -589,18 +525,6 @@ def test_where_there_is_no_room_those_used_longest_ago_go_and_none_that_is_in_us
     kept.leave(contexts[0])
     assert kept.keep(again, None) == contexts[0].keys[8:] and again.place == range(3)
     assert len(kept) == 3
-
-
-def test_what_was_used_lately_stays_longer() -> None:
-    kept = kept_contexts(6)
-    for name in ("a", "b"):
-        kept.keep(context(name, 3, 0), None)
-    used = kept.find([b"-"] * 11 + [b"a"])
-    assert used is not None
-    kept.use(used)
-    kept.leave(used)
-    kept.keep(context("c", 3, 0), None)
-    assert set(kept._kept) == {b"a", b"c"}
 
 
 def test_a_turn_replaces_what_it_went_on_from_unless_another_does_so_too() -> None:
@@ -706,14 +630,6 @@ def test_it_begins_with_the_end_of_the_last_turn_and_what_that_had_chosen() -> N
     assert resident.is_filling(table) and resident.shows_needed(table), "one is still on its way"
     land(resident, table, last)
     assert not resident.is_filling(table)
-
-
-def test_as_its_own_tokens_fill_the_window_those_of_the_last_turn_leave_it() -> None:
-    resident, division = continuing(), Division.of(120, 16)
-    for num_new in range(0, 4 * division.window + 8, 3):
-        wanted = resident.wanted(FakeTable(400 + num_new, 400))
-        recent = max(0, division.window - num_new // 4)
-        assert wanted[1 : 4 + recent] == [*range(99, 99 - recent, -1), 40, 50, 60]
 
 
 def test_once_a_copy_has_failed_or_something_is_computed_nothing_waits_for_chosen_parts() -> None:

@@ -1,4 +1,4 @@
-"""Steps, ends of requests, and the books of the scheduler; and defects that turn these tests red."""
+"""Steps, turns of prompts, ends of requests, and the books of the scheduler."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.contract import TOKEN_IN_FLIGHT, FinishReason, Request, Sampled, SamplingParams, StepResult
+from penstock.contract import (
+    FinishReason,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepResult,
+)
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import InvariantBroken
-from tests.pure.engine.scheduling import scheduler_faults as faults
-from tests.pure.engine.scheduling.scheduler_cases import A, B, Make, planned, shape
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World
-
-
-@pytest.fixture
-def make() -> Make:
-    return Scheduler
-
 
 # ------------------------------------------------------------------------------------------------------ steps
 
@@ -32,33 +32,6 @@ def test_prompts_are_computed_in_chunks_beside_decodes_that_come_first() -> None
         c.num_logits for c in world.in_flight[2].chunks
     )
     world.close()
-
-
-def test_a_step_is_planned_behind_a_token_that_is_not_known_yet() -> None:
-    world = World()
-    world.submit(A[:3], 9, ignore_eos=True)
-    planned(world)
-    assert list(planned(world).chunks[0].tokens) == [TOKEN_IN_FLIGHT]
-    world.commit()
-    world.commit()
-    known = world.outcome("r0")[0]
-    assert list(planned(world).chunks[0].tokens) == known[-1:] and len(known) == 2
-    world.close()
-
-
-def test_nothing_is_planned_past_the_last_token() -> None:
-    world = World()
-    world.submit(A[:3], 2, ignore_eos=True)
-    assert [shape(world.plan()) for _ in range(3)] == [[("r0", 0, 3)], [("r0", 3, 1)], []]
-    world.close()
-
-
-def test_what_was_computed_behind_a_stop_token_is_thrown_away() -> None:
-    world = World(num_slots=10)
-    stops = next(n for n in range(1, 16) if world.asked[world.submit(A[:n], 9)].finish is FinishReason.STOP)
-    request = world.asked[f"r{stops - 1}"]
-    world.close()
-    assert request.ended is FinishReason.STOP and request.got == request.tokens and len(request.got) < 9
 
 
 def test_a_request_for_no_tokens_ends_when_its_prompt_is_computed() -> None:
@@ -92,45 +65,6 @@ def test_the_sources_of_all_prompt_tokens_sum_to_the_prompts() -> None:
 # -------------------------------------------------------------------------------------------------------- end
 
 
-# Holds invariant 20: a cancel gives everything back after any number of steps.
-@pytest.mark.parametrize("steps", range(6))
-def test_a_cancelled_request_gives_everything_back_at_once_wherever_it_is(steps: int, make: Make) -> None:
-    world = World(num_slots=4, prefill_chunk=4, make=make)
-    first, waiting = world.submit(A[:9], 4, ignore_eos=True), world.submit(B[:9], 4, ignore_eos=True)
-    for _ in range(steps):
-        world.step()
-    for request_id in (first, waiting):
-        world.cancel(request_id)
-        world.check()
-    assert world.cache.num_available == 4 and not world.scheduler.has_work()
-    assert world.scheduler.cancel(first) is None
-    world.close()
-
-
-def test_slots_carry_the_fence_of_the_newest_step_to_their_next_user(make: Make) -> None:
-    world = World(num_slots=2, prefill_chunk=64, make=make)
-    first, second = world.submit(A[:8], 0), world.submit(B[:8], 0)
-    planned(world)
-    world.cancel(first)  # while its step is in flight
-    plan = planned(world)
-    assert shape(plan) == [(second, 0, 8)] and plan.after == (("compute", 1),)
-    world.close()
-
-
-def test_a_step_in_flight_for_a_cancelled_request_changes_nothing_later() -> None:
-    world = World(num_slots=3, prefill_chunk=64)
-    first = world.submit(A[:8], 4, ignore_eos=True)
-    planned(world)
-    planned(world)
-    world.cancel(first)
-    second = world.submit(B[:8], 4, ignore_eos=True)
-    assert shape(planned(world)) == [(second, 0, 8)], (
-        "the same row and the same slots, behind two steps of another request"
-    )
-    world.close()
-    assert world.outcome(second)[1] is FinishReason.LENGTH
-
-
 def test_an_id_can_be_used_again_while_a_step_of_its_former_owner_is_in_flight() -> None:
     world = World()
     sampling = SamplingParams(max_tokens=3)
@@ -144,33 +78,6 @@ def test_an_id_can_be_used_again_while_a_step_of_its_former_owner_is_in_flight()
     assert [e.tokens for e in events] == [(2,)]
 
 
-def test_a_failed_step_ends_its_own_requests_and_no_others() -> None:
-    world = World(num_slots=10, prefill_chunk=8)
-    first, second = world.submit(A[:8], 6, ignore_eos=True), world.submit(B[:8], 6, ignore_eos=True)
-    planned(world)
-    planned(world)
-    world.commit()
-    events = world.commit(RuntimeError("device lost"))
-    assert {(e.request_id, e.finish) for e in events} == {
-        (first, FinishReason.ERROR),
-        (second, FinishReason.ERROR),
-    }
-    assert all(e.error == "RuntimeError: device lost" for e in events)
-    third = world.submit(A[:10], 2, ignore_eos=True)
-    world.close()
-    assert world.outcome(third)[1] is FinishReason.LENGTH
-
-
-def test_what_a_failed_step_wrote_is_never_shared() -> None:
-    world = World()
-    world.submit(A[:8], 3)
-    planned(world)
-    world.commit(RuntimeError("device lost"))
-    world.submit(A[:8], 3)
-    assert shape(planned(world)) == [("r1", 0, 8)]
-    world.close()
-
-
 # -------------------------------------------------------------------------------------------------- its books
 
 
@@ -180,15 +87,6 @@ def test_an_id_cannot_be_added_twice() -> None:
     with pytest.raises(InvariantBroken, match="r0 was added twice"):
         world.scheduler.add(world.asked["r0"].request)
     world.close()
-
-
-def test_results_are_taken_in_the_order_of_their_steps() -> None:
-    world = World()
-    world.submit(A[:4], 4, ignore_eos=True)
-    planned(world)
-    second = planned(world)
-    with pytest.raises(InvariantBroken, match="step 1 was due"):
-        world.scheduler.commit(StepResult(second.number, ()))
 
 
 def test_a_result_without_the_token_it_should_have_is_refused() -> None:
@@ -233,36 +131,146 @@ def test_check_sees_promises_that_memory_cannot_keep() -> None:
         world.scheduler.check()
 
 
-def test_a_pool_in_which_nothing_runs_has_room_for_the_largest_request() -> None:
-    world = World(num_slots=4)
-    for _ in range(3):  # the second and third find blocks of the first, and must evict the rest
-        largest = world.submit(A[:12], 4, ignore_eos=True)
-        world.finish()
-        assert world.outcome(largest)[1] is FinishReason.LENGTH
+# ----------------------------------------------------------------------------------------------------- faults
+
+
+def test_decodes_take_no_room_from_prompts_and_need_none() -> None:
+    """Three decode, and a prompt has the whole chunk beside them; so has one whose last token is left, beside
+    a full chunk of another."""
+    world = World(num_slots=40, max_batch=5, prefill_chunk=8)
+    decoding = [world.submit(prompt[:2], 9, ignore_eos=True) for prompt in (A, B, C)]
+    assert [tokens for _, _, tokens in shape(planned(world))] == [2, 2, 2]
+    world.commit()
+    long = world.submit([4] * 9, 1)
+    chunks = shape(planned(world))
+    assert chunks == [*((one, 2, 1) for one in decoding), (long, 0, 8)]
+    other = world.submit([3] * 16, 1)
+    chunks = shape(planned(world))
+    assert chunks[-2:] == [(long, 8, 1), (other, 0, 8)] and len(chunks) == 5
+    world.finish()
     world.close()
 
 
-# ----------------------------------------------------------------------------------------------------- faults
-
-RED: list[tuple[Make, Callable[..., None]]] = [
-    (faults.GivesSlotsBackWithoutAFence, test_slots_carry_the_fence_of_the_newest_step_to_their_next_user),
-    (
-        faults.GivesSlotsBackWithTheFenceOfTheLastResult,
-        test_slots_carry_the_fence_of_the_newest_step_to_their_next_user,
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
-)
-def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make], None]) -> None:
-    with pytest.raises((AssertionError, InvariantBroken)):
-        test(fault)
+@pytest.mark.parametrize(("max_tokens", "fits"), [(1, True), (5, True), (6, False)])
+def test_a_life_is_as_long_as_what_is_fed_back(max_tokens: int, fits: bool) -> None:
+    """Two blocks of four are left: a prompt of four and five tokens, of which the last is not fed back, fill
+    them."""
+    world = World(num_slots=4, max_batch=2, prefill_chunk=16)
+    world.submit(B[:4], 5, ignore_eos=True)
+    planned(world)
+    second = world.submit(A[:4], max_tokens, ignore_eos=True)
+    started = {request for request, _, _ in shape(world.plan())}
+    assert (second in started) == fits
+    world.finish()
+    world.close()
 
 
-def test_a_scheduler_that_keeps_the_blocks_of_the_cancelled_turns_its_test_red() -> None:
-    with pytest.raises((AssertionError, InvariantBroken)):
-        test_a_cancelled_request_gives_everything_back_at_once_wherever_it_is(
-            2, faults.KeepsTheBlocksOfTheCancelled
-        )
+def test_a_request_decodes_beside_an_older_one_whose_prompt_takes_the_whole_chunk() -> None:
+    """The older one was loading when the other began, and comes first from then on, in every other step."""
+    world = remembered(A[:8], num_slots=40, overlap_tokens=100)
+    older = world.submit([*A[:8], *[4] * 20], 1)
+    younger = world.submit(B[:2], 9, ignore_eos=True)
+    assert shape(planned(world)) == [(younger, 0, 2)]
+    tiers_of(world).launch("device")
+    for lane in world.device.lanes:
+        while lane.step():
+            pass
+    world.settle()
+    assert sorted(shape(planned(world))) == sorted([(older, 8, 8), (younger, 2, 1)])
+    assert sorted(shape(planned(world))) == sorted([(older, 16, 8), (younger, 3, 1)])
+    world.finish()
+    world.close()
+
+
+def test_nobody_is_admitted_in_the_plan_that_pushes_another_out() -> None:
+    """What is freed is for the one that needed it; and the one that was pushed out comes before those that
+    came later."""
+    world = World(num_slots=6, overcommit=2.0)
+    for prompt in (A, B):
+        world.submit(prompt[:4], 12, ignore_eos=True)
+    while world.plan() and not world.scheduler.counts.retractions:
+        if len(world.in_flight) > 1:
+            world.commit()
+        if len(world.asked) == 2 and world.cache.num_available == 0:
+            world.submit(C[:2], 1, ignore_eos=True)
+    assert len(world.asked) == 3 and set(world.cache.tables) == {"r0"}, (
+        "the third waits, though there is room for it"
+    )
+    world.close()
+
+
+def test_a_request_waits_while_its_first_step_has_no_room_however_much_may_be_promised() -> None:
+    world = World(num_slots=4, max_batch=2, prefill_chunk=16, overcommit=8.0)
+    first = world.submit(A[:9], 2, ignore_eos=True)
+    assert shape(planned(world)) == [(first, 0, 9)]
+    second = world.submit(B[:8], 2, ignore_eos=True)
+    assert shape(world.plan()) == [(first, 9, 1)], "one block is left, and its prompt takes two"
+    world.close()
+    assert world.outcome(second)[1] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("when", ["waiting", "running"])
+def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_nowhere(when: str) -> None:
+    world = World(num_slots=8, max_batch=1)
+    if when == "waiting":
+        world.submit(B[:4], 9, ignore_eos=True)
+        planned(world)
+    cancelled = world.submit(A[:8], 4)
+    world.plan()
+    event = world.scheduler.cancel(cancelled)
+    assert event is not None and (event.finish, event.source, event.tokens) == (
+        FinishReason.CANCELLED,
+        None,
+        (),
+    )
+    assert sum(world.scheduler.counts.prompt_tokens.values()) == 0
+
+
+LONG = [1, 2, 3, 4, 5, 6] * 8  # six steps of eight tokens
+
+
+def test_a_short_prompt_behind_a_long_one_is_answered_in_its_first_or_second_step() -> None:
+    world = World(num_slots=40, max_batch=4, prefill_chunk=8)
+    long = world.submit(LONG, 1)
+    assert shape(planned(world)) == [(long, 0, 8)]
+    short = world.submit(B[:6], 1)
+    steps = [shape(planned(world))]
+    world.commit()
+    steps.append(shape(planned(world)))
+    assert steps == [[(long, 8, 8)], [(short, 0, 6), (long, 16, 2)]]
+    world.close()
+
+
+def test_a_long_prompt_has_every_second_step_however_many_short_ones_come() -> None:
+    world = World(num_slots=60, max_batch=4, prefill_chunk=8)
+    long = world.submit(LONG, 1)
+    computed = []
+    for turn in range(12):
+        world.submit([turn % 6, turn % 5, 1, 2, 3, 4, 5, 6], 1)  # a whole step each
+        computed.append(sum(num for request_id, _, num in shape(world.plan()) if request_id == long))
+        if len(world.in_flight) > 1:
+            world.commit()
+    assert sum(computed) == len(LONG), "six whole steps in twelve"
+    assert set(computed) == {0, 8}, "and the others went to those that are shorter"
+    world.close()
+
+
+def test_a_plan_that_comes_to_nothing_takes_nobodys_turn() -> None:
+    """The engine asks for a step without host memory first, and then for any: both prompts have half of the
+    steps all the same."""
+    world = World(num_slots=30, max_batch=4, prefill_chunk=8, cold=Cold(60), num_resident=8)
+    older, shorter = world.submit([1, 2, 3, 4, 5, 6] * 15, 1), world.submit([6, 5, 4, 3, 2, 1] * 11, 1)
+    turns: list[str] = []
+    for _ in range(200):
+        world.device.lanes.run_all()
+        world.settle()
+        plan = world.plan(reads_host=False) or world.plan()
+        both = all(asked.lives and asked.lives[0].paged and not asked.ended for asked in world.asked.values())
+        if plan is not None and both and not any(chunk.num_logits for chunk in plan.chunks):
+            turns += [chunk.request_id for chunk in plan.chunks]
+        if world.in_flight and (plan is None or len(world.in_flight) > 1):
+            world.commit()
+        if all(asked.ended for asked in world.asked.values()):
+            break
+    assert len(turns) > 6 and 3 * min(turns.count(older), turns.count(shorter)) >= len(turns), turns
+    world.close()

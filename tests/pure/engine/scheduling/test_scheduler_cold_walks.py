@@ -51,6 +51,8 @@ def test_a_walk_notices_a_defect_that(fault: Fault, monkeypatch: pytest.MonkeyPa
     for seed in (*RARE, *range(2 * NUM_WALKS)):
         try:
             walk(*choose(seed, behind=True))
+        except AttributeError:
+            raise  # the defect itself is out of date
         except Exception:
             return
     pytest.fail(f"{2 * NUM_WALKS} walks went well with a defect that {fault.__name__}")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.contract import Match
-from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.stages import State, begin
 from penstock.errors import IllegalTransition
 from tests.pure.engine.scheduling.staged import BLOCK, NoTable, life_of, running_of, waiting_of
@@ -42,31 +41,6 @@ def test_a_request_moves_only_along_its_table() -> None:
         ):
             one.move(new)
         assert one.state is old
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "num_generated", "num_in_flight", "num_planned", "left"),
-    [
-        (3, 0, 0, 0, 4),  # all of the prompt
-        (3, 0, 0, 3, 1),
-        (3, 0, 1, 4, 1),  # the token that is being sampled
-        (3, 1, 1, 5, 1),
-        (3, 1, 2, 6, 0),  # all three are known or on their way
-        (3, 2, 1, 6, 0),
-        (1, 0, 0, 0, 4),
-        (1, 0, 1, 4, 0),
-        (0, 0, 0, 0, 4),  # a request for no tokens still computes its prompt
-        (0, 0, 0, 4, 0),
-        (3, 2, 0, 0, 6),  # retracted with two tokens generated
-    ],
-)
-def test_what_is_left_to_compute(
-    max_tokens: int, num_generated: int, num_in_flight: int, num_planned: int, left: int
-) -> None:
-    one = running_of(life_of(range(4), max_tokens))
-    one.life.tokens += [9] * num_generated
-    one.life.num_in_flight, one.num_planned = num_in_flight, num_planned
-    assert one.num_left == left
 
 
 @pytest.mark.parametrize(("max_tokens", "tokens"), [(0, 4), (1, 4), (2, 5), (9, 12)])
@@ -111,8 +85,3 @@ def test_a_stage_begins_with_what_the_device_has_and_what_its_lease_covers() -> 
         assert (one.num_cached, one.num_planned, one.num_committed) == (num_cached, known, known)
         runs = [("device", min(15, on_device * BLOCK)), ("host", known - on_device * BLOCK)]
         assert one.life.sources.found == tuple((tier, num) for tier, num in runs if num > 0)
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
-def test_blocks_hold_tokens_rounded_up(tokens: int, blocks: int) -> None:
-    assert blocks_for(tokens, 16) == blocks

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from penstock.contract import TOKEN_IN_FLIGHT, Adapter, Echo, Fence, FenceId, Request, SamplingParams, Start
+from penstock.contract import Fence, FenceId, Request, SamplingParams, Start
 from penstock.engine.scheduling.stages import RunningRequest
 from penstock.engine.scheduling.steps import NextStep, Share, Steps
 from penstock.errors import InvariantBroken
@@ -87,12 +87,6 @@ def test_of_chunks_of_one_token_those_that_sample_come_first() -> None:
     ).num_decodes == 4
 
 
-def test_one_that_has_added_nothing_may_leave() -> None:
-    draft, track = NextStep(), running("r", 5)
-    draft.drop(track.request.id)
-    assert not (draft.chunks() or draft.loads)
-
-
 @pytest.mark.parametrize(("settled", "waits"), [(True, False), (False, True)])
 def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(
     settled: bool, waits: bool
@@ -115,72 +109,6 @@ def test_earlier_users_are_waited_for_once_each() -> None:
     assert list(draft.after.items()) == [(FenceId("load", 2), shared), (FenceId("save", 2), own)]
 
 
-@pytest.mark.parametrize(
-    ("start", "num", "in_flight", "max_tokens", "samples"),
-    [(0, 4, 0, 4, False), (0, 5, 0, 4, True), (4, 1, 0, 4, True), (5, 1, 1, 4, True), (0, 5, 0, 0, False)],
-    ids=["part of the prompt", "all of it", "its last token", "a token in flight", "it wants none"],
-)
-def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int, samples: bool) -> None:
-    adapter = Adapter("tuned", "d")
-    track = running(
-        "r",
-        5,
-        row=3,
-        num_planned=start,
-        num_in_flight=in_flight,
-        max_tokens=max_tokens,
-        adapter=adapter,
-        num_cached=4,
-    )
-    draft = NextStep()
-    draft.add(track, num)
-    (chunk,) = draft.chunks()
-    assert draft.plan(1, draft.chunks()).num_decodes == (num == 1)
-    assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == (
-        "r",
-        3,
-        start,
-        num,
-        adapter,
-    )
-    assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
-    assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
-    assert (chunk.num_logits, chunk.writes) == (samples, start >= 4)
-    assert (track.num_planned, track.life.num_in_flight) == (start + num, in_flight + samples)
-
-
-@pytest.mark.parametrize(
-    ("num_top", "start", "num", "scored"),
-    [
-        (None, 0, 5, None),
-        (2, 0, 3, (1, 2, 3)),
-        (2, 3, 2, (4,)),
-        (0, 0, 5, (1, 2, 3, 4)),
-        (2, 4, 1, None),
-        (2, 3, 1, (4,)),
-    ],
-    ids=[
-        "nobody asks",
-        "the first of them",
-        "up to the prompt's end",
-        "all of it",
-        "behind the prompt",
-        "a single token",
-    ],
-)
-def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
-    num_top: int | None, start: int, num: int, scored: tuple[int, ...] | None
-) -> None:
-    """Each position says how likely the token behind it was."""
-    track = running("r", 5, num_planned=start)
-    sampling = dataclasses.replace(track.request.sampling, prompt_logprobs=num_top)
-    track.life.request = dataclasses.replace(track.request, sampling=sampling)
-    draft = NextStep()
-    draft.add(track, num)
-    (chunk,) = draft.chunks()
-    assert chunk.echo == (None if scored is None else Echo(scored, num_top or 0))
-
-
 @pytest.mark.parametrize("penalty", [1.0, 1.2, 0.8])
 def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float) -> None:
     start = Start.of(
@@ -189,20 +117,6 @@ def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float)
     assert (start.row, start.request_id, start.output) == (3, "r", (7, 7))
     assert (None if start.prompt_tokens is None else start.prompt_tokens.tolist()) == (
         None if penalty == 1.0 else [2, 5]
-    )
-
-
-def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None:
-    draft, track = NextStep(), running("r", 3, row=2)
-    track.life.tokens += [7, 8]
-    draft.set_up(track)
-    track.life.tokens.append(9)
-    (start,) = draft.starts
-    assert (start.row, start.request_id, start.sampling, start.output) == (
-        2,
-        "r",
-        track.request.sampling,
-        (7, 8),
     )
 
 

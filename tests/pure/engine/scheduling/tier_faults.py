@@ -223,9 +223,11 @@ def saves_a_full_match_short_of_its_end(patch: Patch) -> None:
 def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
     def make(take_back: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: BlockPool, handle: Any, fence: Any) -> None:
+            pins = self.book.pins.copy()
             if isinstance(handle, Hold):
                 self.book.pins[handle.run] = 0
             take_back(self, handle, fence)
+            self.book.pins[:] = pins
 
         return faulty
 
@@ -296,19 +298,6 @@ def promotes_what_has_gone_since_it_was_found(patch: Patch) -> None:
     patch.setattr(HostLease, "refresh", lambda self: None)
 
 
-def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
-    def make(take: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: HostLease) -> list[Any] | None:
-            kept = take(self)
-            for handle in kept or ():
-                handle.end()
-            return None if kept is None else []
-
-        return faulty
-
-    _around(patch, HostLease, "take", make)
-
-
 def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
     def make(settle: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Loads) -> Any:
@@ -370,6 +359,8 @@ WALKED: list[Fault] = [
     believes_a_load_that_failed,
     takes_back_the_slots_of_a_late_load,
     counts_restored_blocks_twice,
+    forgets_what_is_promised,
+    leaves_nothing_to_compute,
     forgets_the_lease_of_whoever_ends,
     ends_requests_whose_load_failed,
     goes_on_without_the_step_that_failed,
@@ -384,6 +375,8 @@ WALKED: list[Fault] = [
     publishes_a_demotion_that_failed,
     publishes_a_promotion_that_failed,
     promotes_what_has_gone_since_it_was_found,
+    forgets_the_sources_of_a_load_that_failed,
     keeps_what_was_saved_for_one_request,
     takes_one_end_for_the_end_of_all,
+    refuses_to_save_into_a_full_host,
 ]

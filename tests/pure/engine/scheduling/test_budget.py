@@ -46,11 +46,6 @@ def measured(per_token: float, per_depth: float) -> PrefillRate:
 # -------------------------------------------------------------------------------------------------- one chunk
 
 
-def test_what_fits_into_the_time_is_computed_beside_decodes() -> None:
-    assert room().size(0, 100) == 16
-    assert room(chunk_s=32.0).size(0, 100) == 32
-
-
 def test_late_tokens_take_longer_so_that_fewer_of_them_fit() -> None:
     times = Ticks(1.0, 0.25)
     assert room(times=times, chunk_s=24.0).size(0, 100) == 8, "8 * (1 + 0.25 * 4) = 16, and 12 take 30"
@@ -87,40 +82,6 @@ def test_the_first_prompt_of_a_step_always_gets_on() -> None:
     assert room(1.0, min_chunk=0).size(0, 100) == 4 and room(1.0, min_chunk=0).size(7, 100) == 1
     assert room(1.0, min_chunk=12).size(0, 7) == 7, "no more than there is"
     assert room(1.0, min_chunk=12, tokens=6).size(0, 100) == 6, "tokens limit it all the same"
-
-
-def test_several_prompts_share_the_time() -> None:
-    shared = room(16.0)
-    assert shared.size(0, 6) == 6
-    shared.spend(0, 6, 6)
-    assert shared.size(0, 100) == 8, "10 ticks are left"
-    shared.spend(0, 8, 100)
-    assert shared.tokens == 0, "the next one would begin where this one was cut short"
-
-
-def test_the_second_prompt_has_no_least_chunk() -> None:
-    shared = room(16.0, min_chunk=8)
-    shared.spend(0, 14, 14)
-    assert shared.size(0, 100) == 0 and shared.tokens == 0, "2 ticks are left, and the step is full"
-
-
-def test_one_token_needs_no_time() -> None:
-    shared = room(16.0)
-    shared.spend(0, 16, 16)
-    assert shared.size(40, 1) == 1
-
-
-def test_nobody_waits_for_the_step_until_a_prompt_ends_in_it() -> None:
-    alone = room(16.0, decodes=False)
-    assert alone.size(0, 100) == 64
-    alone.spend(0, 40, 40)
-    assert alone.size(0, 100) == 0, "more than the target is spent"
-    after = room(16.0, decodes=False)
-    after.spend(0, 6, 6)
-    assert after.size(0, 100) == 8
-    long = room(16.0, decodes=False)
-    long.spend(0, 20, 100)
-    assert long.tokens == 0
 
 
 @pytest.mark.parametrize("times", [Ticks(measured=False), PrefillRate()])
@@ -164,45 +125,6 @@ def test_one_whose_kv_is_still_coming_keeps_no_step_short() -> None:
     assert shape(planned(world)) == [(later, 0, len(C * 3))], "while it loads"
     world.finish()
     world.close()
-
-
-def test_a_prompt_behind_one_that_time_has_cut_short_is_computed_in_the_next_step() -> None:
-    world = World(num_slots=60, max_batch=4, prefill_chunk=64, timed=Timed(16.0, 4, Ticks()))
-    decoding = world.submit([3] * 4, 9, ignore_eos=True)
-    planned(world)
-    long, waits = world.submit([4] * 30, 1), world.submit([5] * 3, 1)
-    assert shape(planned(world)) == [(decoding, 4, 1), (long, 0, 16)]
-    assert world.state_of(waits) == "running", "it has a table, and no time of this step"
-    world.commit()
-    assert shape(planned(world)) == [(decoding, 5, 1), (waits, 0, 3), (long, 16, 12)], (
-        "the shortest is the first of the next step"
-    )
-    world.commit()
-    assert shape(planned(world)) == [(decoding, 6, 1), (long, 28, 2)]
-    world.finish()
-    world.close()
-
-
-def test_prompts_that_end_together_are_answered_within_the_target_where_nobody_decodes_yet() -> None:
-    world = World(num_slots=60, max_batch=4, prefill_chunk=64, timed=Timed(16.0, 4, Ticks()))
-    first, second, third = (world.submit([token] * 9, 1) for token in (3, 4, 5))
-    assert shape(planned(world)) == [(first, 0, 9), (second, 0, 4)]
-    assert shape(planned(world)) == [(second, 4, 5), (third, 0, 9)]
-    world.finish()
-    world.close()
-
-
-def test_a_prompt_behind_a_full_chunk_of_another_waits_as_it_does_without_a_target() -> None:
-    plain, timed = (
-        World(num_slots=60, prefill_chunk=8, timed=one) for one in (Timed(), Timed(1.0, 4, Ticks()))
-    )
-    for world in (plain, timed):
-        long, other = world.submit([3] * 24, 1), world.submit([4] * 5, 1)
-        assert shape(planned(world)) == [(long, 0, 8)]
-        assert world.state_of(other) == "running", "it is admitted, and no step has had room for it"
-        assert shape(planned(world)) == [(long, 8, 8)], "the oldest prompt has every second step"
-        world.finish()
-        world.close()
 
 
 # --------------------------------------------------------------------------------------------------- any plan
@@ -294,7 +216,3 @@ def test_a_long_chunk_that_time_cuts_short_ends_with_a_whole_shape(
 ) -> None:
     """A token takes a second."""
     assert room(chunk_s=float(num_tokens), block=16, tokens=8192).size(start, 8000) == size
-
-
-def test_blocks_that_fill_no_shape_are_kept_whole_all_the_same() -> None:
-    assert room(chunk_s=3000.0, block=48, tokens=8192).size(48, 8000) == 3000 // 48 * 48

@@ -7,17 +7,15 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
-from penstock.contract import Match, Request, SamplingParams
-from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling import running as running_module
 from penstock.engine.scheduling.budget import Room
-from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import STEMS
@@ -42,6 +40,18 @@ def full(num_host: int, **world: Any) -> World:
     return made
 
 
+def note_moves(world: World, note: Callable[[Sequence[int]], None]) -> None:
+    """`note` hears of the slots whose blocks leave the device to make room, from now on."""
+    saves = tiers_of(world).saves
+    save = saves._save_slots
+
+    def noted(slots: Sequence[int], *args: Any, **named: Any) -> None:
+        note(slots)
+        save(slots, *args, **named)
+
+    saves._save_slots = noted  # type: ignore[method-assign]
+
+
 def test_blocks_that_only_the_device_has_leave_it_before_somebody_else_gets_their_slots() -> None:
     world = full(num_host=6)  # room for C and two of B
     large = world.submit(D, 16, ignore_eos=True)  # the whole device
@@ -59,13 +69,6 @@ def test_blocks_that_only_the_device_has_leave_it_before_somebody_else_gets_thei
     again = world.submit([*B, 1], 1)
     world.close()
     assert source_of(world, again).host == 16, "nothing was lost"
-
-
-def test_where_room_is_there_nobody_waits_for_any() -> None:
-    world = full(num_host=24)
-    large = world.submit(D, 16, ignore_eos=True)
-    assert shape(planned(world)) == [(large, 0, 16)], "host memory has all that is forgotten"
-    world.close()
 
 
 def test_somebody_who_wants_the_blocks_that_are_leaving_does_not_keep_the_next_one_out() -> None:
@@ -90,15 +93,6 @@ def test_somebody_who_wants_the_blocks_that_are_leaving_does_not_keep_the_next_o
     world.close()
 
 
-def test_as_many_blocks_leave_as_room_is_needed_for_and_no_more_while_they_do() -> None:
-    world = full(num_host=4)
-    world.submit(D[:12], 12, ignore_eos=True)  # six blocks, and four slots are free
-    for _ in range(3):
-        assert world.plan() is None
-        assert world.cache.stats().slots["device"].pinned == 2
-    world.close()
-
-
 def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> None:
     """Every eighth plan looks: until then nothing has left, and from then on what only the device has is on
     its way, once."""
@@ -107,10 +101,7 @@ def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> Non
     planned(world)
     waits = world.submit(D, 8, ignore_eos=True)  # six blocks: it has to wait for the end of the first
     left: list[int] = []
-    move = tiers_of(world).saves._save_slots
-    tiers_of(world).saves._save_slots = lambda slots, *args, **named: (
-        left.append(len(slots)) or move(slots, *args, **named)
-    )  # type: ignore[method-assign, func-returns-value]
+    note_moves(world, lambda slots: left.append(len(slots)))
     moved = []
     for _ in range(10):
         world.commit()
@@ -172,14 +163,6 @@ def test_slots_for_a_prompt_are_drawn_when_room_has_been_made_for_it() -> None:
     world.close()
 
 
-def test_where_memory_is_promised_more_than_once_a_prompt_draws_step_by_step() -> None:
-    world = World(num_slots=8, prefill_chunk=4, overcommit=2.0)
-    large = world.submit(D, 16, ignore_eos=True)
-    planned(world)
-    assert world.cache.tables[large].num_slots == 1
-    world.close()
-
-
 def with_answers(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
     """So many slots are kept free for answers, also in a small pool."""
     monkeypatch.setattr(running_module, "_ANSWER_BLOCKS", num_blocks)
@@ -204,71 +187,6 @@ def test_answers_wait_for_nothing_and_take_nobodys_only_copy(monkeypatch: pytest
     world.close()
 
 
-def test_slots_for_answers_are_free_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where host memory has what is forgotten for them, that is done at once."""
-    with_answers(monkeypatch, 3)
-    world = full(num_host=24)
-    # five blocks, three at once: one of the four that are free is left
-    world.submit(A[:12], 9, ignore_eos=True)
-    planned(world)
-    assert world.cache.num_free == 2, "all that it was promised"
-    world.close()
-
-
-def test_nothing_more_is_forgotten_for_answers_while_half_of_their_slots_are_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is forgotten later may be found until then."""
-    with_answers(monkeypatch, 2)
-    world = full(num_host=24)
-    runs = world.submit(A[:4], 20, ignore_eos=True)  # six blocks; four slots are free, and B has the others
-    free: dict[int, set[int]] = {}
-    while world.outcome(runs)[1] is None:
-        planned(world)
-        if runs in world.cache.tables:
-            free.setdefault(world.cache.tables[runs].num_slots, set()).add(world.cache.num_free)
-        world.commit()
-    assert [free[num] for num in (1, 2, 3)] == [{3}, {2}, {1}], (
-        "one of two is left while its third block is filled"
-    )
-    assert free[4] == {0, 2}, "then none is left, and there are two again"
-    world.close()
-
-
-def test_slots_for_answers_stay_free_when_somebody_enters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with_answers(monkeypatch, 2)
-    world = full(num_host=24)
-    world.submit(A[:4], 8, ignore_eos=True)  # three blocks, one at once
-    planned(world)
-    world.submit(D[:8], 4, ignore_eos=True)  # three more, two at once
-    world.plan()
-    assert len(world.admitted) == 4 and world.cache.num_free >= 2
-    world.close()
-
-
-def test_who_is_next_keeps_more_than_who_was_next_before() -> None:
-    world = full(num_host=24)
-    world.submit(D, 1, ignore_eos=True)
-    world.finish()  # the device has B and D, and is full
-    running, ledger = world.scheduler.running, world.cache
-    tracks = []
-    for prompt in (B, D):
-        world.scheduler.add(
-            Request(f"x{len(tracks)}", prompt, SamplingParams(max_tokens=1), ledger.prefix_of(prompt))
-        )
-        tracks.append(world.scheduler.lives[f"x{len(tracks)}"].waiting)
-    for track in (tracks[0], tracks[1], tracks[1], tracks[0]):  # each was next once, the first one is so now
-        assert track is not None and track.life.prefix is not None
-        track.want = ledger.want(track.life.prefix.keys, 0.0, track.want)
-        running.has_room(track, Match(4, 4, False))
-    assert ledger.pool.evict(4) == 4 and len(ledger.pool.find(tracks[0].life.prefix.keys)) == 4  # type: ignore[union-attr]
-    for track in tracks:
-        world.scheduler.cancel(track.request.id)
-    world.close()
-
-
 def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> None:
     """What host memory has can go when it is admitted: until then somebody may come who finds it on the
     device."""
@@ -280,30 +198,6 @@ def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> No
         world.commit()
         world.plan()
         assert world.cache.stats().slots["device"].idle == 4 and world.state_of(waits) == "waiting"
-    world.close()
-
-
-def test_room_for_one_that_waits_for_others_to_end_is_looked_for_now_and_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Others may have come since who have nothing elsewhere: it is not enough to look once."""
-    world = full(num_host=24)
-    world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
-    planned(world)
-    world.submit(D, 8, ignore_eos=True)
-    looks, has_room = 0, world.scheduler.running.has_room
-
-    def counted(*given: Any) -> bool:
-        nonlocal looks
-        looks += 1
-        return has_room(*given)
-
-    monkeypatch.setattr(admission_module, "_LOOK_FOR_ROOM", 3)
-    monkeypatch.setattr(world.scheduler.running, "has_room", counted)
-    for _ in range(9):
-        world.commit()
-        world.plan()
-    assert looks == 3
     world.close()
 
 
@@ -334,10 +228,8 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
     of_d = world.cache.prefix_of(D)
     assert of_d is not None
     retained = world.cache.retain(of_d, -1e12)
-    move, moved = tiers_of(world).saves._save_slots, list[int]()
-    tiers_of(world).saves._save_slots = lambda slots, *args, **named: (
-        moved.extend(slots) or move(slots, *args, **named)
-    )  # type: ignore[method-assign, func-returns-value]
+    moved = list[int]()
+    note_moves(world, moved.extend)
     again = world.submit([*B, 1], 8, ignore_eos=True)
     slots_of_d = world.cache.pool.find_each(of_d.keys)
     while world.outcome(again)[1] is None:
@@ -354,8 +246,7 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
 def watch_moves(world: World) -> None:
     """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody
     is admitted."""
-    saves, moves = tiers_of(world).saves, Counter[int]()
-    move = saves._save_slots
+    moves = Counter[int]()
 
     def counted(slots: Sequence[int], *args: object, **named: bool) -> None:
         world.seen["blocks that left"] += len(slots)
@@ -364,9 +255,8 @@ def watch_moves(world: World) -> None:
             assert moves[len(world.admitted)] <= world.cache.num_blocks, (
                 "blocks are sent again and again, and nobody is admitted"
             )
-        move(slots, *args, **named)  # type: ignore[arg-type]
 
-    saves._save_slots = counted  # type: ignore[method-assign]
+    note_moves(world, counted)
 
 
 def crowd(seed: int) -> Counter[str]:

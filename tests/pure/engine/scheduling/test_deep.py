@@ -16,7 +16,7 @@ from tests.pure.engine.scheduling.scheduler_cases import shape, source_of, tiers
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_world import World
-from tests.pure.engine.scheduling.test_prefetching import reads_of
+from tests.pure.engine.scheduling.test_cold_loading import reads_of
 
 LONG = [at * at % 5 + at // 7 % 2 for at in range(72)]
 NUM_BLOCKS = len(LONG) // BLOCK
@@ -155,19 +155,6 @@ def test_one_that_has_to_leave_has_lent_nothing_any_more() -> None:
     world.scheduler.check()
     world.cancel(other)
     world.cancel(filler)
-    world.close()
-
-
-def test_one_that_needs_all_that_host_memory_can_take_runs_alone() -> None:
-    world = World(num_slots=12, prefill_chunk=8, cold=Cold(30), num_resident=8)
-    most = world.cache.num_pageable
-    before = world.submit(LONG[:60], 2, ignore_eos=True)
-    deep = world.submit([at % 6 for at in range(most * BLOCK - 1)], 1, ignore_eos=True)
-    world.finish()
-    assert (
-        world.state_of(before) == world.state_of(deep) == "ended"
-        and world.seen["step that reads host memory"]
-    )
     world.close()
 
 

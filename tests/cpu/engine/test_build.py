@@ -1,0 +1,345 @@
+"""Every setting reaches the part that it is for: none is read and then forgotten, and none reaches the part
+of another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config import EVICTIONS, GIB, Config, KvConfig, OffloadConfig, SanitizeConfig
+from penstock.engine import build as build_module
+from penstock.engine import build as building
+from penstock.engine.build import build
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError
+from penstock.kv import build as storage
+from penstock.kv.blocks.eviction import make_order
+from penstock.kv.blocks.key import Scope
+from penstock.kv.cache import KvCache
+from penstock.models.qwen3 import TINY_QWEN3
+from penstock.testing.stores import MemoryStore
+from tests.support.driving import block_bytes, generate, tiny_config
+
+Built = Callable[[Config], Engine]
+
+
+@pytest.fixture
+def built() -> Iterator[Built]:
+    made: list[Engine] = []
+
+    def make(config: Config) -> Engine:
+        made.append(build(config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(timeout_s=20.0)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_that_costs_little(
+    built: Built, eviction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    open_ssd = storage.open_ssd
+    monkeypatch.setattr(storage, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
+    engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
+    assert type(engine.cache.saves._host.pool.idle.others) is type(make_order(eviction, 8))
+    on_device = eviction if eviction in ("returning", "lru") else "lru"
+    assert type(engine.cache._pool.idle.others) is type(make_order(on_device, 8))
+    ((directory, num_bytes, _, name),) = asked
+    assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
+
+
+@pytest.mark.parametrize("admission", ["always", "reuse", "evict"])
+def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_everything(
+    built: Built, admission: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(storage, "open_remote", lambda *args: asked.append(args) or MemoryStore("remote"))
+    settings: dict[str, Any] = {"host_blocks": 8, "ssd_admission": admission, "remote_timeout_s": 0.75}
+    with_disk = built(tiny_config(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, **settings))
+    saves = with_disk.cache.saves
+    assert saves.limits.admission == admission and list(with_disk.cache.cold_tiers) == ["ssd"]
+    alone = built(tiny_config(remote="valkey://somewhere", **settings))
+    saves = alone.cache.saves
+    assert saves.limits.admission == "always" and list(alone.cache.cold_tiers) == ["remote"]
+    ((url, _, timeout_s),) = asked
+    assert (url, timeout_s) == ("valkey://somewhere", 0.75)
+
+
+@pytest.mark.parametrize("overcommit", [1.0, 3.0])
+def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: float) -> None:
+    engine = built(tiny_config(max_batch=5, prefill_chunk=24, overcommit=overcommit, max_model_len=100))
+    budget = engine._parts.scheduler.deep.budget
+    assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (
+        5,
+        24,
+        overcommit,
+        100,
+    )
+    small = built(tiny_config(prefill_chunk=512, max_model_len=40))
+    assert small._parts.scheduler.deep.budget.prefill_chunk == 40, (
+        "no step needs more tokens than the context has"
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunk_ms", "cpu_s", "cuda_s"), [(None, 0.0, 0.15), (0.0, 0.0, 0.0), (80.0, 0.08, 0.08)]
+)
+def test_prompts_may_take_as_long_as_the_setting_says(
+    chunk_ms: float | None, cpu_s: float, cuda_s: float
+) -> None:
+    config = tiny_config(prefill_chunk_ms=chunk_ms)
+    cpu, cuda = (build_module._budget(config, torch.device(name), 512) for name in ("cpu", "cuda"))
+    assert (cpu.chunk_s, cuda.chunk_s) == (cpu_s, cuda_s)
+    assert (cpu.min_chunk, cuda.min_chunk) == (64, 512), (
+        "whole blocks of every size but the largest on the CPU"
+    )
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
+    built: Built, host_blocks: int
+) -> None:
+    engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
+    rate = engine._parts.scheduler.admission._times
+    assert rate is engine.cache.prefill and rate is engine.cache.loads.costs.prefill
+    assert rate.tokens(1.0, 0) is None
+    generate(engine, list(range(1, 60)))
+    assert rate.tokens(1.0, 0) is not None, (
+        "steps are measured as they go, with a tier behind the device or without"
+    )
+
+
+@pytest.mark.cpu_shapes
+@pytest.mark.parametrize("capture", [True, False])
+def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
+    engine = built(tiny_config(capture=capture, max_batch=3))
+    assert [shape.num_tokens for shape in engine._parts.executor._replays.buckets] == (
+        [1, 2, 3] if capture else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "check_bytes"),
+    [("off", False), ("report", False), ("strict", False), ("report", True), ("strict", True)],
+)
+def test_the_sanitizer_listens_as_it_was_asked_to(
+    built: Built, mode: str, check_bytes: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "findings.json"
+    sanitize = SanitizeConfig(mode, None if mode == "off" else str(file), check_bytes)  # type: ignore[arg-type]
+    engine = built(replace(tiny_config(host_blocks=8), sanitize=sanitize))
+    generate(engine, list(range(1, 40)), max_tokens=2)
+    sanitizer = engine._parts.sanitizer
+    assert (sanitizer is not None) == (mode != "off")
+    if sanitizer is not None:
+        assert sanitizer._findings._strict == (mode == "strict")
+        assert json.loads(file.read_text()) == []
+    movers = engine.cache.loads.mover, engine.cache.saves.mover
+    assert (engine._parts.executor.guard is not None) == check_bytes
+    assert all((mover.checks is not None) == check_bytes for mover in movers)
+
+
+MakeEngine = Callable[..., Engine]
+
+
+def test_the_settings_of_colder_tiers_reach_them(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[Any, ...]] = []
+
+    def recorded(name: str) -> None:
+        opens = getattr(storage, name)
+        monkeypatch.setattr(
+            storage, name, lambda place, *args: opened.append((place, *args)) or opens(place, *args)
+        )
+
+    recorded("open_ssd")
+    recorded("open_remote")
+    engine = make_engine(
+        host_blocks=16,
+        eviction="cost",
+        lease_s=77.0,
+        load_deadline_s=11.0,
+        ssd_dir=str(tmp_path / "kv"),
+        ssd_gib=0.5,
+        remote="valkey://127.0.0.1:1",
+        remote_timeout_s=3.0,
+    )
+    cache = engine.cache
+    assert (cache.saves._host._lease_s, cache.saves.limits.load_deadline_s) == (77.0, 11.0)
+    (place, num_bytes, _, eviction), (url, _, timeout_s) = opened
+    assert (place, num_bytes, eviction) == (str(tmp_path / "kv"), GIB // 2, "cost")
+    assert (url, timeout_s) == ("valkey://127.0.0.1:1", 3.0)
+
+
+def test_by_default_a_lease_outlasts_a_load_and_a_load_an_exchange_with_a_store() -> None:
+    """A lease is a backstop: one that ends before its load could end would take the prefix away under it."""
+    defaults = OffloadConfig()
+    assert defaults.lease_s > defaults.load_deadline_s > defaults.remote_timeout_s
+
+
+@pytest.mark.parametrize(("dtype", "block_tokens"), [("float32", 16), ("bfloat16", 8)])
+def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
+    dtype: str, block_tokens: int
+) -> None:
+    """Holds invariant 13: a scope says everything that makes the bytes of two blocks differ, and each part of
+    it is the engine's own."""
+    config = tiny_config(block_tokens=block_tokens)
+    engine = building.build(
+        dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype))
+    )  # type: ignore[arg-type]
+    model, layout = engine._parts.executor._forward.model, engine._parts.arena.layout
+    positions = f"rope half-rotation theta={TINY_QWEN3.rope_theta!r}"
+    assert engine.cache.scope == Scope(model.digest, dtype, layout.fingerprint(), block_tokens, positions)
+    assert layout.dtype == dtype and dtype.encode() in layout.fingerprint() and len(model.digest) >= 16
+    prefix = engine.cache.prefix_of(list(range(1, 40)))
+    assert prefix is not None and {len(key) for key in prefix.keys} == {16}, "128 bits"
+    engine.close(timeout_s=20.0)
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Whoever asks for less afterwards finds the directory free, and no thread of the first."""
+    sizes = {"blocks": 20, "host_blocks": 20, "ssd_dir": str(tmp_path)}
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="--max-model-len 2000 does not fit"):
+        building.build(tiny_config(max_model_len=2000, positions=4096, **sizes))
+    assert not set(threading.enumerate()) - before
+    building.build(tiny_config(**sizes)).close()
+
+
+def test_an_error_is_told_even_where_closing_fails_too(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    closed: list[KvCache] = []
+
+    def close(cache: KvCache, timeout_s: float | None = None) -> None:
+        closed.append(cache)
+        raise OSError("it is stuck")
+
+    config = tiny_config(max_model_len=2000, positions=4096, blocks=20, host_blocks=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(KvCache, "close", close)
+        with pytest.raises(ConfigError, match="--max-model-len 2000 does not fit"):
+            building.build(config)
+    assert "could not be closed" in caplog.text and "it is stuck" in caplog.text
+    closed[0].close()
+
+
+BLOCK_BYTES = block_bytes("tiny-qwen3", 16)
+
+# --------------------------------------------------------------------------------------------------- the line
+
+
+def test_a_request_is_overtaken_for_as_long_as_the_setting_says_and_never_where_all_wait_in_line(
+    make_engine: MakeEngine,
+) -> None:
+    for settings, bound_s in (
+        ({"max_overtaken_s": 7.0}, 7.0),
+        ({}, 60.0),
+        ({"scheduling": "fifo", "max_overtaken_s": 7.0}, 0.0),
+    ):
+        scheduler = make_engine(**settings)._parts.scheduler
+        assert (scheduler.deep.budget.max_overtaken_s, scheduler.admission.line._bound_s) == (
+            bound_s,
+            bound_s,
+        )
+
+
+# ---------------------------------------------------------------------------------------------- device memory
+
+
+def num_device_blocks(**kv: Any) -> int:
+    engine = build(replace(tiny_config(), kv=KvConfig(**kv)))
+    try:
+        return engine.cache.num_blocks
+    finally:
+        engine.close(timeout_s=20.0)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_blocks"), [(2 * BLOCK_BYTES, 2), (3 * BLOCK_BYTES - 1, 2), (3 * BLOCK_BYTES, 3)]
+)
+def test_device_memory_holds_as_many_blocks_as_fit_into_it(num_bytes: int, num_blocks: int) -> None:
+    assert num_device_blocks(device_gib=num_bytes / GIB) == num_blocks
+
+
+def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
+    engine = build(replace(tiny_config(), kv=KvConfig(block_tokens=32, device_gib=10 * BLOCK_BYTES / GIB)))
+    assert (engine.cache.block_tokens, engine.cache.num_blocks, engine._parts.arena.layout.block_tokens) == (
+        32,
+        5,
+        32,
+    )
+    assert engine._parts.executor.limits.block_tokens == 32 and engine._parts.executor.limits.max_table == 5
+    engine.close(timeout_s=20.0)
+
+
+# ------------------------------------------------------------------------------------------------ host memory
+
+
+def num_host_blocks(
+    monkeypatch: pytest.MonkeyPatch, free: int, num_slots: int = 1000, host_gib: float | None = None
+) -> int:
+    monkeypatch.setattr(storage, "free_bytes", lambda device: free if device.type == "cpu" else 0)
+    config = replace(tiny_config(), offload=OffloadConfig(host_gib=host_gib))
+    layout = type("L", (), {"block_bytes": BLOCK_BYTES})()
+    return storage.num_host_blocks(config, type("A", (), {"layout": layout, "num_slots": num_slots})())  # type: ignore[arg-type]
+
+
+def test_host_memory_holds_as_many_blocks_as_the_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_bytes, num_blocks in ((BLOCK_BYTES, 1), (5 * BLOCK_BYTES - 1, 4), (5 * BLOCK_BYTES, 5)):
+        assert num_host_blocks(monkeypatch, 0, num_slots=1, host_gib=num_bytes / GIB) == num_blocks, (
+            "whatever else there is"
+        )
+    with pytest.raises(ConfigError, match="holds no KV block"):
+        num_host_blocks(monkeypatch, GIB, host_gib=(BLOCK_BYTES - 1) / GIB)
+
+
+def test_where_no_size_is_given_host_memory_is_a_quarter_of_what_is_free_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert num_host_blocks(monkeypatch, 40 * BLOCK_BYTES) == 10
+    assert num_host_blocks(monkeypatch, 40 * BLOCK_BYTES, num_slots=0) == 1, "one at least"
+    assert num_host_blocks(monkeypatch, 0) == 1
+    assert num_host_blocks(monkeypatch, 10_000 * BLOCK_BYTES, num_slots=3) == 48, (
+        "sixteen times the device's at most"
+    )
+    assert num_host_blocks(monkeypatch, 1000 * GIB, num_slots=10**9) == 4 * GIB // BLOCK_BYTES
+
+
+# ------------------------------------------------------------------------------------------------------ parts
+
+
+def test_a_sanitizer_hears_every_lane_and_every_pool(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(host_blocks=8, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25)
+    sanitizer, cache = engine._parts.sanitizer, engine.cache
+    assert sanitizer is not None
+    cold = engine.cache.cold_tiers["ssd"]._lanes
+    lanes: list[Any] = [engine._parts.lanes[0], *cold.readers, *cold.writers]
+    for mover in (cache.loads.mover, cache.saves.mover):
+        lanes += [mover.lane, mover._launcher]
+    assert [lane.name for lane in lanes if lane._observer is not sanitizer] == []
+    assert engine.cache._pool._observer is sanitizer and cache.saves._host.pool._observer is sanitizer
+
+
+def test_computing_and_copying_track_no_gradients(make_engine: MakeEngine) -> None:
+    engine = make_engine(host_blocks=8)
+    cache = engine.cache
+    found: list[bool] = []
+    for lane in (
+        engine._parts.lanes[0],
+        cache.loads.mover.lane,
+        cache.loads.mover._launcher,
+        cache.saves.mover.lane,
+    ):
+        lane.submit(lambda: found.append(torch.is_inference_mode_enabled()), label="look").wait_done(30.0)  # type: ignore[union-attr]
+    assert found == [True] * 4
