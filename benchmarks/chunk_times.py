@@ -75,7 +75,7 @@ class Bench:
         self._num_runs = 0
 
     def run(self, target_ms: float, runs: Runs) -> None:
-        scheduler, args = self._engine._parts.scheduler, self._args
+        scheduler, args = self._engine.parts.scheduler, self._args
         # one engine: building it takes longer
         budget = dataclasses.replace(scheduler.deep.budget, chunk_s=target_ms / 1000)
         scheduler._room = partial(Room, budget, *scheduler._room.args[1:])

@@ -50,7 +50,7 @@ class Overlaps:
 
     def __init__(self, engine: Engine, temperature: float, num_places: int) -> None:
         self.shares, self.nums = [0.0] * num_places, [0] * num_places
-        executor = engine._parts.executor
+        executor = engine.parts.executor
         ahead = pass_of(engine, DraftPass).drafts
         proposals: dict[tuple[int, int], torch.Tensor] = {}
         sampling = pass_of(engine, SamplePass)

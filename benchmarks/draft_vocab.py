@@ -52,8 +52,8 @@ def drafting_s(args: argparse.Namespace, head: Path) -> float:
     )
     try:
         engine.warm()
-        assert engine._parts.speculation is not None
-        return engine._parts.speculation._costs.making_s
+        assert engine.parts.speculation is not None
+        return engine.parts.speculation._costs.making_s
     finally:
         engine.close()
 

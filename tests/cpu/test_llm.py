@@ -74,7 +74,7 @@ def test_a_conversation_is_answered_through_the_template(llm: LLM) -> None:
 
 
 def test_more_prompts_than_the_engine_takes_at_once_are_all_answered(llm: LLM) -> None:
-    most = llm._engine._parts.max_open
+    most = llm._engine.parts.max_open
     some = llm.generate(
         [[1 + number % 90] for number in range(most + 40)],
         SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),

@@ -46,7 +46,7 @@ def engine() -> Iterator[Engine]:
 def test_prefill_in_chunks_and_batched_decode_agree_with_transformers(
     engine: Engine, reference_smollm2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine._parts.cache.reset()
+    engine.parts.cache.reset()
     prompts = [engine.tokenizer.encode(text) for text in PROMPTS]
     logits = Logits(engine, monkeypatch)
     found = [submit(engine, prompt, max_tokens=6) for prompt in prompts]
@@ -58,7 +58,7 @@ def test_prefill_in_chunks_and_batched_decode_agree_with_transformers(
 def test_a_cached_prefix_and_a_full_match_agree_with_transformers(
     engine: Engine, reference_smollm2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine._parts.cache.reset()
+    engine.parts.cache.reset()
     tokens = engine.tokenizer.encode(PROMPTS[2])
     aligned = tokens[:64]
     submit(engine, tokens[:100])
@@ -78,9 +78,9 @@ def test_a_fault_in_the_paged_path_is_seen(
 ) -> None:
     """What turns the two tests above red: positions off by one, a block read twice, a token's KV not
     written."""
-    engine._parts.cache.reset()
+    engine.parts.cache.reset()
     prompt = engine.tokenizer.encode(PROMPTS[2])[:90]
-    packer = engine._parts.executor.target.replays.packer
+    packer = engine.parts.executor.target.replays.packer
     whole = packer.pack
 
     def pack(*args: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_fault_in_the_paged_path_is_seen(
         elif fault == "table" and len(packed.read_slots) > 2:
             packed.read_slots[0] = packed.read_slots[1]
         elif fault == "last write":
-            packed.ints[ends[1] : ends[2]][-1] = engine._parts.executor.limits.padding_slot * 16
+            packed.ints[ends[1] : ends[2]][-1] = engine.parts.executor.limits.padding_slot * 16
         return packed
 
     monkeypatch.setattr(packer, "pack", pack)
@@ -100,4 +100,4 @@ def test_a_fault_in_the_paged_path_is_seen(
     found = submit(engine, prompt, max_tokens=3)
     run_all(engine)
     assert largest_error(reference_smollm2, logits, [prompt], [found]) > 10 * TOLERANCE
-    engine._parts.cache.reset()
+    engine.parts.cache.reset()

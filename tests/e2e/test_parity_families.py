@@ -182,7 +182,7 @@ def assert_parity(engine: Engine, reference: Any, adapter: Any = None, tolerance
     settle_all(engine)
     assert beside.tokens and first.tokens == scored.tokens
     assert largest_error(expected, prompt, first) < tolerance
-    engine._parts.cache.reset(["device"])
+    engine.parts.cache.reset(["device"])
     again = submit(engine, prompt, adapter=adapter, max_tokens=DECODED, logprobs=0)
     run_all(engine)
     assert again.source is not None and again.source.host == PROMPT // 16 * 16

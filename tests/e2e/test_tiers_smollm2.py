@@ -39,7 +39,7 @@ def make(device_blocks: int = 96, **settings: Any) -> tuple[Engine, Sanitizer]:
 
 def close(engine: Engine, sanitizer: Sanitizer) -> None:
     settle_all(engine)
-    engine._parts.scheduler.check()
+    engine.parts.scheduler.check()
     engine.cache.check()
     engine.close(timeout_s=20.0)
     check_silent(sanitizer)
@@ -109,7 +109,7 @@ def test_restored_bytes_and_logits_are_those_of_a_cold_run(monkeypatch: pytest.M
     prompt = engine.tokenizer.encode(TEXTS[0])
     prefix = engine.cache.prefix_of(prompt)
     assert prefix is not None
-    arena, pool = engine._parts.arena.tensor, engine.cache._pool
+    arena, pool = engine.parts.arena.tensor, engine.cache._pool
 
     def run() -> tuple[dict[tuple[int, int], torch.Tensor], torch.Tensor]:
         logits = Logits(engine, monkeypatch)

@@ -47,7 +47,7 @@ def sleep_before_copies(engine: Engine, from_layer: int = 0) -> None:
 
 def retract(engine: Engine, request_id: str) -> None:
     """Have it give up its device slots, as where memory runs out."""
-    scheduler = engine._parts.scheduler
+    scheduler = engine.parts.scheduler
     scheduler.retract(scheduler.running.requests[request_id])
 
 
@@ -62,13 +62,13 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     generate(engine, stem, max_tokens=1)
     forget(engine)
     cache = engine.cache
-    num_layers = engine._parts.arena.layout.num_layers
+    num_layers = engine.parts.arena.layout.num_layers
     monkeypatch.setattr(
         cache.loads, "_groups", lambda num, layered: [Group((i, i + 1)) for i in range(num_layers)]
     )
     sleep_before_copies(engine, from_layer=1)
     events: dict[int, torch.cuda.Event] = {}
-    model = type(engine._parts.executor.target.model)
+    model = type(engine.parts.executor.target.model)
     layer = model.layer
 
     def noted(self: Any, index: int, *rest: Any, **named: Any) -> Any:
@@ -82,7 +82,7 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     while 1 not in events and time.monotonic() < deadline_s:
         engine._inbox.run_all()
         engine.turns.settle()
-        plan, waits = engine._parts.scheduler.plan()[:2]
+        plan, waits = engine.parts.scheduler.plan()[:2]
         if plan is not None:
             assert plan.loads, "the step is launched over a load"
             engine.turns.running = engine.turns.launch(plan, waits)

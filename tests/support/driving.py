@@ -146,4 +146,4 @@ def generate(
 
 def pass_of(engine: Engine, kind: type[_PassKind]) -> _PassKind:
     """The pass of this kind in every step of `engine`."""
-    return next(one for one in engine._parts.executor.passes if isinstance(one, kind))
+    return next(one for one in engine.parts.executor.passes if isinstance(one, kind))

@@ -49,7 +49,7 @@ class ForcedNgram(NgramDrafter):
 
 def forced(engine: Engine, num: Callable[[int], int] = lambda most: most, is_on: bool = True) -> Any:
     """That of `engine`: it verifies `num` of the drafts that there are, while it `is_on`."""
-    speculation: Any = engine._parts.speculation
+    speculation: Any = engine.parts.speculation
     speculation.__class__ = ForcedDevice if isinstance(speculation, DeviceDrafter) else ForcedNgram
     speculation.num, speculation.is_on = num, is_on
     return speculation

@@ -26,7 +26,7 @@ class Recording:
 @contextmanager
 def recorded(engine: Engine) -> Iterator[Recording]:
     """What is launched and committed inside. Copies: arrays may be views of memory that is used again."""
-    executor, scheduler = engine._parts.executor, engine._parts.scheduler
+    executor, scheduler = engine.parts.executor, engine.parts.scheduler
     launch, commit = executor.launch, scheduler.commit
     run = Recording([], [])
 

@@ -69,7 +69,7 @@ class Engine:
         self.sampling = parts.sampling
         self.weights = parts.weights
         self.threads = parts.threads
-        self._parts = parts
+        self.parts = parts
         # without a GPU, compute needs the core
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
         self._outbox = Outbox()
@@ -112,8 +112,8 @@ class Engine:
         attends to if it does not fit; None: as configured. `route`: requests of one route write answers of
         similar length."""
         self._inbox.check_open()
-        if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
-            raise Overloaded(f"{self._parts.max_open} requests are open already")
+        if len(self._outbox) + len(self._inbox) >= self.parts.max_open:
+            raise Overloaded(f"{self.parts.max_open} requests are open already")
         tokens, known = self.limits.checked(prompt, sampling)
         # compiled on the caller's thread, so no other request waits; kept while the request is open
         if sampling.grammar is not None:
@@ -121,11 +121,11 @@ class Engine:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63))
         arrival_s = time.monotonic()
-        cache = self._parts.cache
+        cache = self.parts.cache
         prefix = cache.prefix_of(known, cache_salt, adapter)
         distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
         own_id = request_id or uuid.uuid4().hex
-        part, choice = None, self._parts.residency
+        part, choice = None, self.parts.residency
         if choice.scored or residency is not None or pins is not None:
             part = choice.for_request(residency, pins, len(tokens), max(0, sampling.max_tokens - 1))
         about = priority, session, part, route
@@ -153,16 +153,16 @@ class Engine:
     @property
     def grammars(self) -> Grammars:
         """Compiles grammars of structured output; from any thread."""
-        return self._parts.grammars
+        return self.parts.grammars
 
     @property
     def adapters(self) -> AdapterStore:
         """Load, unload and find adapters; from any thread."""
-        return self._parts.adapters
+        return self.parts.adapters
 
     def cancel(self, request_id: str) -> None:
         """End the request at the next turn. No error if it has ended."""
-        self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
+        self._inbox.put(lambda: self._outbox.publish([self.parts.scheduler.cancel(request_id)]))
 
     def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
         """The client received `num_tokens` of a request's tokens, so its session ends there. Call it after
@@ -186,42 +186,42 @@ class Engine:
     @property
     def limits(self) -> PromptLimits:
         """Limits of every prompt."""
-        cache = self._parts.cache
+        cache = self.parts.cache
         return PromptLimits(
             self.max_model_len,
-            self._parts.vocab,
+            self.parts.vocab,
             max(cache.num_blocks, cache.num_pageable) * cache.block_tokens,
         )
 
     @property
     def residency(self) -> ResidencyChoice:
         """What requests may ask for if they do not fit."""
-        return self._parts.residency
+        return self.parts.residency
 
     @property
     def max_open(self) -> int:
         """Open requests; one more is refused as overload."""
-        return self._parts.max_open
+        return self.parts.max_open
 
     @property
     def resident_tokens(self) -> int:
         """Most tokens that a sequence has on the device before it is paged."""
-        return self._parts.resident_blocks * self._parts.cache.block_tokens
+        return self.parts.resident_blocks * self.parts.cache.block_tokens
 
     @property
     def cache(self) -> KvCache:
         """The KV cache; for the engine thread only."""
-        return self._parts.cache
+        return self.parts.cache
 
     @property
     def arena(self) -> DeviceArena:
         """The memory of its KV: device and layout."""
-        return self._parts.arena
+        return self.parts.arena
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
         """Evict all KV that no request holds; returns the number of blocks by tier. Blocks until the engine
         thread, disks and stores are done. Raises StoreFailed if a store failed."""
-        done = self._begin(lambda: self._parts.cache.reset(tiers))
+        done = self._begin(lambda: self.parts.cache.reset(tiers))
         try:
             forgotten: dict[str, int] = done.result(timeout=RESET_DEADLINE_S)
             return forgotten
@@ -242,7 +242,7 @@ class Engine:
         has started. None in it: the session is unknown. Overloaded in it: too many prefetches run."""
         asked: str | Prefix | None = session
         if prompt is not None:
-            asked = self._parts.cache.prefix_of(
+            asked = self.parts.cache.prefix_of(
                 self.limits.checked(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter
             )
         return self._inbox.call(
@@ -263,7 +263,7 @@ class Engine:
 
     def begin_flush(self, level: FlushLevel) -> Future[None]:
         """The future that `wait_flushed` waits for; it may be cancelled."""
-        cache = self._parts.cache
+        cache = self.parts.cache
         if level == "persisted" and not cache.cold_tiers:
             raise InvalidRequest(
                 "nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level"
@@ -285,7 +285,7 @@ class Engine:
         return self._inbox.ended
 
     def stats(self) -> EngineStats:
-        scheduler, cache = self._parts.scheduler, self._parts.cache.stats()
+        scheduler, cache = self.parts.scheduler, self.parts.cache.stats()
         return EngineStats(
             requests=scheduler.num_by_state(),
             prompt_tokens=dict(scheduler.counts.prompt_tokens),
@@ -314,25 +314,25 @@ class Engine:
             drafted=tuple(scheduler.counts.drafted_by_place),
             accepted=tuple(scheduler.counts.accepted_by_place),
             sanitizer={}
-            if self._parts.sanitizer is None
-            else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
+            if self.parts.sanitizer is None
+            else {str(kind): n for kind, n in self.parts.sanitizer.num_by_kind.items()},
         )
 
     def _residency_figures(self) -> ResidencyFigures:
-        counts = self._parts.scheduler.counts
+        counts = self.parts.scheduler.counts
         return ResidencyFigures(
-            counts.parts_fetched, counts.scorings, self._parts.scoring.seconds, counts.recall.copy()
+            counts.parts_fetched, counts.scorings, self.parts.scoring.seconds, counts.recall.copy()
         )
 
     def wait_work(self, timeout_s: float) -> None:
         """Block until a command arrives or a transfer makes progress."""
-        cache = self._parts.cache
+        cache = self.parts.cache
         if not cache.num_in_flight:
             self._inbox.wait(timeout_s)
             return
         started = time.monotonic()
         self._inbox.wait(min(timeout_s, cache.look_again_s))
-        if self._parts.scheduler.awaits_load:
+        if self.parts.scheduler.awaits_load:
             self._load_exposed_s += time.monotonic() - started
 
     def refuse(self, why: str) -> None:
@@ -344,25 +344,25 @@ class Engine:
     def launching(self) -> AbstractContextManager[None]:
         """Makes the compute lane current for the calling thread. Held around all steps, it saves the switch
         in each step."""
-        return as_current(self._parts.lanes[0])
+        return as_current(self.parts.lanes[0])
 
     def warm(self, progress: Progress = silent) -> None:
         """Run a step of every kind, so that no request pays for one-time work. Optional; before the first
         step, on the same thread."""
         # runs in the background; does nothing without the package
         self.grammars.begin(Grammar("choice", '["warm"]'))
-        cache = self._parts.cache
+        cache = self.parts.cache
         table = cache.open("warm-up", None, 0)
         assert table is not None
         try:
             if table.try_extend(1):
                 slot = int(table.slots(1)[0])
-                warm.run_all(self._parts.executor, slot, self.max_model_len, progress)
-                if self._parts.speculation is not None:
-                    measured = functools.partial(warm.measured_costs, self._parts.executor, slot)
-                    self._parts.speculation.measure(measured)
+                warm.run_all(self.parts.executor, slot, self.max_model_len, progress)
+                if self.parts.speculation is not None:
+                    measured = functools.partial(warm.measured_costs, self.parts.executor, slot)
+                    self.parts.speculation.measure(measured)
         finally:
-            table.release(self._parts.lanes[0].record())
+            table.release(self.parts.lanes[0].record())
 
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""
@@ -371,27 +371,27 @@ class Engine:
             done = self.turns.run()
             done |= self._sessions.step()
             self.snapshots.step()
-        if self._parts.sanitizer is not None:
-            self._parts.cache.tell_balance(self._watch)
+        if self.parts.sanitizer is not None:
+            self.parts.cache.tell_balance(self._watch)
         return done
 
     def has_work(self) -> bool:
         """True while requests are open. Saves may still run; they end by themselves."""
-        return bool(self._inbox) or self.turns.running is not None or self._parts.scheduler.has_work()
+        return bool(self._inbox) or self.turns.running is not None or self.parts.scheduler.has_work()
 
     def launched(self) -> Fence:
         """A fence after all work on the compute lane so far."""
-        return self._parts.lanes[0].record()
+        return self.parts.lanes[0].record()
 
     def is_transferring(self) -> bool:
         """True while KV moves between tiers."""
-        return self._parts.cache.num_in_flight > 0
+        return self.parts.cache.num_in_flight > 0
 
     def check(self) -> None:
         """Recount; raises InvariantBroken if totals do not add up. For the engine thread, or any thread after
         `close`."""
-        self._parts.scheduler.check()
-        self._parts.cache.check()
+        self.parts.scheduler.check()
+        self.parts.cache.check()
 
     def fail_all(self, error: BaseException) -> None:
         """The loop cannot continue: end every request and every waiting future with `error`. Touches neither
@@ -406,16 +406,16 @@ class Engine:
         try:
             self._inbox.run_all()
             for request_id in self._outbox.open_ids():
-                self._outbox.publish([self._parts.scheduler.cancel(request_id)])
+                self._outbox.publish([self.parts.scheduler.cancel(request_id)])
             self.turns.read_running()
             self._sessions.close()
             self.snapshots.close(timeout_s)
-            self._parts.cache.close(None if timeout_s is None else max(0.0, by_s - time.monotonic()))
-            for lane in self._parts.lanes:
+            self.parts.cache.close(None if timeout_s is None else max(0.0, by_s - time.monotonic()))
+            for lane in self.parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
             self._flushes.end()
-            self._parts.executor.masks.close()
-            self._parts.grammars.close()
+            self.parts.executor.masks.close()
+            self.parts.grammars.close()
         except BaseException as error:
             self.fail_all(error)
             raise
@@ -431,7 +431,7 @@ class Engine:
         if request.id in self._outbox:
             self._give_up(request, listener, lease, InvalidRequest(f"request id {request.id} is in use"))
             return
-        self._parts.scheduler.add(request, lease)  # if it raises, the request was never open
+        self.parts.scheduler.add(request, lease)  # if it raises, the request was never open
         self._outbox.open(request.id, listener, request.arrival_s, matched_s)
 
     def _give_up(

@@ -169,7 +169,7 @@ def test_an_engine_thread_that_dies_ends_the_answer_with_the_reason(monkeypatch,
         pieces = Answer(engine, list(b"hello"), greedy(2000)).pieces()
         if when == "while":
             assert next(pieces)
-        monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)  # its inbox fails as well
+        monkeypatch.setattr(engine.parts.scheduler, "cancel", burst)  # its inbox fails as well
         engine.cancel("somebody else")
         with pytest.raises((StepFailed, EngineClosed), match="the device is gone"):
             list(pieces)

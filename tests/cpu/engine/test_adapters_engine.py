@@ -86,13 +86,13 @@ def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
         return None if found is None else found.adapter
 
     right = [generate(alone, prompts(n, seed=n), adapter=adapter(alone, which)).tokens for n, which in work]
-    mixtures, launch = set(), together._parts.executor.launch
+    mixtures, launch = set(), together.parts.executor.launch
 
     def watched(plan: Any, waits: Any) -> Any:
         mixtures.add(frozenset(chunk.adapter for chunk in plan.chunks))
         return launch(plan, waits)
 
-    monkeypatch.setattr(together._parts.executor, "launch", watched)
+    monkeypatch.setattr(together.parts.executor, "launch", watched)
     found = [submit(together, prompts(n, seed=n), adapter=adapter(together, which)) for n, which in work]
     run_all(together)
     assert [c.tokens for c in found] == right
@@ -150,7 +150,7 @@ def test_steps_without_adapters_are_replayed_and_those_with_are_not(
     make_engine: MakeEngine, prompts: Prompts, load: Load
 ) -> None:
     engine = make_engine()
-    replays = engine._parts.executor.target.replays
+    replays = engine.parts.executor.target.replays
     adapter = load(engine, "one", 1)
     generate(engine, prompts(20), adapter=adapter)
     assert not replays._captured
@@ -248,7 +248,7 @@ def test_content_that_has_left_the_device_is_found_in_host_memory_under_its_own_
         while engine.stats().kv_blocks["host"]["idle"] < 4:  # what the first has computed is saved
             engine.step()
             deadline.wait(0.001)
-        engine._parts.cache.reset(("device",))
+        engine.parts.cache.reset(("device",))
         found = generate(engine, prompt, adapter=adapter)
         assert found.source is not None and found.source.device == 0
         assert found.source.host == (64 if seed == 1 else 0)

@@ -119,7 +119,7 @@ def test_with_any_two_flags_a_warm_engine_says_what_it_says_without(
         if case["tiers"] in ADMISSIONS:
             wait_scanned(engine)
         engine.warm()
-        if engine._parts.speculation is not None and case["always drafts"]:
+        if engine.parts.speculation is not None and case["always drafts"]:
             forced(engine)
         assert answers(engine) == right, flags
         settle_all(engine)

@@ -79,7 +79,7 @@ def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_eve
 @pytest.mark.parametrize("overcommit", [1.0, 3.0])
 def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: float) -> None:
     engine = built(tiny_config(max_batch=5, prefill_chunk=24, overcommit=overcommit, max_model_len=100))
-    budget = engine._parts.scheduler.deep.budget
+    budget = engine.parts.scheduler.deep.budget
     assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (
         5,
         24,
@@ -87,7 +87,7 @@ def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: fl
         100,
     )
     small = built(tiny_config(prefill_chunk=512, max_model_len=40))
-    assert small._parts.scheduler.deep.budget.prefill_chunk == 40, (
+    assert small.parts.scheduler.deep.budget.prefill_chunk == 40, (
         "no step needs more tokens than the context has"
     )
 
@@ -111,7 +111,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
     built: Built, host_blocks: int
 ) -> None:
     engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
-    rate = engine._parts.scheduler.admission._times
+    rate = engine.parts.scheduler.admission._times
     assert rate is engine.cache.prefill and rate is engine.cache.loads.costs.prefill
     assert rate.tokens(1.0, 0) is None
     generate(engine, list(range(1, 60)))
@@ -124,7 +124,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
 @pytest.mark.parametrize("capture", [True, False])
 def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
     engine = built(tiny_config(capture=capture, max_batch=3))
-    assert [shape.num_tokens for shape in engine._parts.executor._replays.buckets] == (
+    assert [shape.num_tokens for shape in engine.parts.executor._replays.buckets] == (
         [1, 2, 3] if capture else []
     )
 
@@ -140,13 +140,13 @@ def test_the_sanitizer_listens_as_it_was_asked_to(
     sanitize = SanitizeConfig(mode, None if mode == "off" else str(file), check_bytes)  # type: ignore[arg-type]
     engine = built(replace(tiny_config(host_blocks=8), sanitize=sanitize))
     generate(engine, list(range(1, 40)), max_tokens=2)
-    sanitizer = engine._parts.sanitizer
+    sanitizer = engine.parts.sanitizer
     assert (sanitizer is not None) == (mode != "off")
     if sanitizer is not None:
         assert sanitizer._findings._strict == (mode == "strict")
         assert json.loads(file.read_text()) == []
     movers = engine.cache.loads.mover, engine.cache.saves.mover
-    assert (engine._parts.executor.guard is not None) == check_bytes
+    assert (engine.parts.executor.guard is not None) == check_bytes
     assert all((mover.checks is not None) == check_bytes for mover in movers)
 
 
@@ -199,7 +199,7 @@ def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
     engine = building.build(
         dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype))
     )  # type: ignore[arg-type]
-    model, layout = engine._parts.executor._forward.model, engine._parts.arena.layout
+    model, layout = engine.parts.executor._forward.model, engine.parts.arena.layout
     positions = f"rope half-rotation theta={TINY_QWEN3.rope_theta!r}"
     assert engine.cache.scope == Scope(model.digest, dtype, layout.fingerprint(), block_tokens, positions)
     assert layout.dtype == dtype and dtype.encode() in layout.fingerprint() and len(model.digest) >= 16
@@ -247,7 +247,7 @@ def test_a_request_is_overtaken_for_as_long_as_the_setting_says_and_never_where_
         ({}, 60.0),
         ({"scheduling": "fifo", "max_overtaken_s": 7.0}, 0.0),
     ):
-        scheduler = make_engine(**settings)._parts.scheduler
+        scheduler = make_engine(**settings).parts.scheduler
         assert (scheduler.deep.budget.max_overtaken_s, scheduler.admission.line._bound_s) == (
             bound_s,
             bound_s,
@@ -274,12 +274,12 @@ def test_device_memory_holds_as_many_blocks_as_fit_into_it(num_bytes: int, num_b
 
 def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
     engine = build(replace(tiny_config(), kv=KvConfig(block_tokens=32, device_gib=10 * BLOCK_BYTES / GIB)))
-    assert (engine.cache.block_tokens, engine.cache.num_blocks, engine._parts.arena.layout.block_tokens) == (
+    assert (engine.cache.block_tokens, engine.cache.num_blocks, engine.parts.arena.layout.block_tokens) == (
         32,
         5,
         32,
     )
-    assert engine._parts.executor.limits.block_tokens == 32 and engine._parts.executor.limits.max_table == 5
+    assert engine.parts.executor.limits.block_tokens == 32 and engine.parts.executor.limits.max_table == 5
     engine.close(timeout_s=20.0)
 
 
@@ -321,10 +321,10 @@ def test_where_no_size_is_given_host_memory_is_a_quarter_of_what_is_free_and_bou
 
 def test_a_sanitizer_hears_every_lane_and_every_pool(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(host_blocks=8, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25)
-    sanitizer, cache = engine._parts.sanitizer, engine.cache
+    sanitizer, cache = engine.parts.sanitizer, engine.cache
     assert sanitizer is not None
     cold = engine.cache.cold_tiers["ssd"]._lanes
-    lanes: list[Any] = [engine._parts.lanes[0], *cold.readers, *cold.writers]
+    lanes: list[Any] = [engine.parts.lanes[0], *cold.readers, *cold.writers]
     for mover in (cache.loads.mover, cache.saves.mover):
         lanes += [mover.lane, mover._launcher]
     assert [lane.name for lane in lanes if lane._observer is not sanitizer] == []
@@ -336,7 +336,7 @@ def test_computing_and_copying_track_no_gradients(make_engine: MakeEngine) -> No
     cache = engine.cache
     found: list[bool] = []
     for lane in (
-        engine._parts.lanes[0],
+        engine.parts.lanes[0],
         cache.loads.mover.lane,
         cache.loads.mover._launcher,
         cache.saves.mover.lane,

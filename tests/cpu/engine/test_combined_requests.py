@@ -113,7 +113,7 @@ def test_ignoring_the_end_of_text_ignores_no_other_stop_token(
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
     whole = generate(engine, prompts(12), **asked).tokens
     first, second = [n for n in range(2, 12) if whole[n] not in whole[:n]][:2]
-    engine._parts.scheduler._events.stop_ids = frozenset({whole[first]})
+    engine.parts.scheduler._events.stop_ids = frozenset({whole[first]})
     listed = (whole[second],)
     for ignore_eos, stop_ids, length in (
         (True, (), 12),
@@ -239,7 +239,7 @@ def test_the_request_that_came_last_counts(
         [1, 2, 3],
         SamplingParams(max_tokens=4, temperature=1.0, seed=9, presence_penalty=-2.0, repetition_penalty=1.5),
     )
-    plan = engine._parts.scheduler.plan
+    plan = engine.parts.scheduler.plan
 
     def planned(*args: Any, **named: Any) -> Planned:
         made = plan(*args, **named)
@@ -248,7 +248,7 @@ def test_the_request_that_came_last_counts(
         starts = (start for own in made.plan.starts for start in (Start.of(own.row, gone, (5, 5)), own))
         return made._replace(plan=dataclasses.replace(made.plan, starts=tuple(starts)))
 
-    monkeypatch.setattr(engine._parts.scheduler, "plan", planned)
+    monkeypatch.setattr(engine.parts.scheduler, "plan", planned)
     found = generate(engine, prompts(20), **sampling)
     assert (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
 

@@ -161,7 +161,7 @@ def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
     """On a GPU such a launch takes as long as the link. Steps without a token to tell are launched ahead all
     the same."""
     engine = deep_engine(make_engine, 256)
-    executor, read = engine._parts.executor, engine.turns.read
+    executor, read = engine.parts.executor, engine.turns.read
     launch, unread, behind = executor.launch, dict[int, bool](), list[bool]()
 
     def launch_noted(plan: StepPlan, waits: Waits) -> RunningStep:
@@ -326,7 +326,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         ):
             make_engine(blocks=64, resident_tokens=256, **settings)
     engine = deep_engine(make_engine, 256)
-    windowed = dataclasses.replace(engine._parts.executor.target.model.config, windows=(64, 0))
+    windowed = dataclasses.replace(engine.parts.executor.target.model.config, windows=(64, 0))
     for settings, says in [
         ({"resident_tokens": 256}, "--kv-resident-tokens 256: a model"),
         ({"max_model_len": 2048}, "raise --device-kv-gib: a model"),
@@ -375,7 +375,7 @@ def test_what_a_deep_step_is_the_first_to_write_is_spoilt_before(make_engine: Ma
     """In checked mode: each of its blocks once, wherever its table begins."""
     engine, spoilt = deep_engine(make_engine, 256), list[int]()
     guard = types.SimpleNamespace(poison=lambda arena, slots: spoilt.extend(slots))
-    executor = engine._parts.executor
+    executor = engine.parts.executor
     executor.passes = (PoisonPass(guard, executor.limits), *executor.passes)  # type: ignore[arg-type]
     generate(engine, prompts(LONG), max_tokens=20)
     assert len(spoilt) == -(-(LONG + 19) // 16)
@@ -411,7 +411,7 @@ def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(
     make_engine: Make, prompts: Prompts
 ) -> None:
     engine = deep_engine(make_engine, 256)
-    attention = engine._parts.executor.target.attention
+    attention = engine.parts.executor.target.attention
     fetch, failures = attention.fetch, []
 
     def fail(*args: Any) -> None:

@@ -99,7 +99,7 @@ def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
     found = []
     for threads in (1, 2):
         engine = build(config_of("tiny-qwen3", "int8"))
-        engine._parts.lanes[0].submit(lambda num=threads: torch.set_num_threads(num), label="threads")  # type: ignore[misc]
+        engine.parts.lanes[0].submit(lambda num=threads: torch.set_num_threads(num), label="threads")  # type: ignore[misc]
         answer = generate(
             engine, [7 * i % 500 + 3 for i in range(300)], max_tokens=20, logprobs=4, ignore_eos=True
         )

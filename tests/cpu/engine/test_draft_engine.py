@@ -106,10 +106,10 @@ def assert_all_kept(found: Collected) -> None:
 def assert_follows(engine: Engine, found: Collected) -> None:
     """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may
     look."""
-    engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler.running.requests[found.request_id]
+    engine.parts.lanes[0].drain()
+    track = engine.parts.scheduler.running.requests[found.request_id]
     num, layers = track.num_committed, BUILT_IN[TARGET].num_layers
-    pages = engine._parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64"))]
+    pages = engine.parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64"))]
     rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
     assert num > 20
     torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
@@ -126,7 +126,7 @@ def test_a_draft_model_changes_no_answer(options: dict[str, Any], make: Any, pro
         right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
         assert_same(generate(engine, prompts(length, seed=n), max_tokens=40, **options), right)
         engine.check()
-    counts = engine._parts.scheduler.counts
+    counts = engine.parts.scheduler.counts
     assert counts.drafted_tokens > 100 and sum(counts.accepted_by_place) < counts.drafted_tokens
 
 
@@ -147,7 +147,7 @@ def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(
         assert_same(found, right)
         if draft == TARGET and n % 4 < 2:  # greedy: what went to host memory and came back has its KV as well
             assert drafted(found)[0] == drafted(found)[1]
-    assert engine.stats().retractions > 1 and engine._parts.scheduler.counts.drafted_tokens > 50
+    assert engine.stats().retractions > 1 and engine.parts.scheduler.counts.drafted_tokens > 50
 
 
 FORMS = (
@@ -198,7 +198,7 @@ def test_crowds_with_grammars_stops_and_cancels_among_them_get_what_each_gets_al
             assert found.tokens == right.tokens[: len(found.tokens)]
         else:
             assert_same(found, right)
-    assert engine._parts.scheduler.counts.drafted_tokens > 50
+    assert engine.parts.scheduler.counts.drafted_tokens > 50
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -307,7 +307,7 @@ def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothin
     """Its own tokens are left out, since it never gets drafts, and it holds up nobody else."""
     sizes = {"blocks": 64, "host_blocks": 512, "max_model_len": 2048, "resident_tokens": 256}
     plain, engine, passes = make(None, **sizes), make(TARGET, **sizes), counted_passes(monkeypatch)
-    engine._parts.arena.tensor.fill_(0.5)
+    engine.parts.arena.tensor.fill_(0.5)
     speculation = forced(engine, is_on=False)
     right = [generate(plain, prompts(length, seed=length), max_tokens=40) for length in (900, 60)]
     found = [submit(engine, prompts(length, seed=length), max_tokens=40) for length in (900, 60)]
@@ -316,7 +316,7 @@ def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothin
     num_prompts = len(passes)
     while len(found[0].tokens) < 35:
         engine.step()
-    track = engine._parts.scheduler.running.requests[found[0].request_id]
+    track = engine.parts.scheduler.running.requests[found[0].request_id]
     num = track.num_committed - track.table.num_paged * 16
     rows = (draft_rows(engine, found[0]) == 0).all(dim=1)[:num]
     assert (
@@ -325,7 +325,7 @@ def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothin
         and rows[-30:].all()
         and not rows[:-36].any()
     )
-    if not engine._parts.arena.tensor.is_cuda:
+    if not engine.parts.arena.tensor.is_cuda:
         assert len(passes) == num_prompts
     speculation.is_on = True
     run_all(engine)
@@ -381,7 +381,7 @@ def test_of_a_draft_that_is_the_target_with_fewer_tokens_exactly_those_that_it_h
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[: int(share * vocab)]
     guesser, speculation, seen = (
         pass_of(engine, DraftPass).drafts.guesser,
-        engine._parts.speculation,
+        engine.parts.speculation,
         list[tuple[int, int, int]](),
     )
     run = guesser._run
@@ -455,7 +455,7 @@ def test_what_pads_a_step_drafts_for_nobody(
     engine = make(TARGET, 8)
     found = [submit(engine, prompts(24, seed=n), max_tokens=40, temperature=1.5, seed=n) for n in range(6)]
     run_all(engine)
-    assert any(shape.num_beside for shape in engine._parts.executor.target.replays._captured)
+    assert any(shape.num_beside for shape in engine.parts.executor.target.replays._captured)
     for one in found:
         assert_all_kept(one)
 
@@ -535,7 +535,7 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
 
 
 def needs_eager_passes(engine: Engine) -> None:
-    if engine._parts.arena.tensor.is_cuda:
+    if engine.parts.arena.tensor.is_cuda:
         pytest.skip("nobody sees a captured pass run, or can change it")
 
 
@@ -553,9 +553,9 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def draft_rows(engine: Engine, found: Collected) -> torch.Tensor:
     """The draft's keys and values of a request that runs, by token."""
-    engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler.running.requests[found.request_id]
-    pages = engine._parts.arena.tensor[
+    engine.parts.lanes[0].drain()
+    track = engine.parts.scheduler.running.requests[found.request_id]
+    pages = engine.parts.arena.tensor[
         torch.from_numpy(track.table.slots(track.num_committed).astype("int64"))
     ]
     return (
@@ -571,7 +571,7 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
     """No pass runs for it. Its KV is blank, the prompt's is not, and drafts that begin later have KV from
     then on."""
     plain, engine, sizes = make(None), make(TARGET, host_blocks=128), counted_passes(monkeypatch)
-    engine._parts.arena.tensor.fill_(0.5)  # as if others had used it before
+    engine.parts.arena.tensor.fill_(0.5)  # as if others had used it before
     speculation = forced(engine, is_on=False)
     right = [generate(plain, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]
     found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]
@@ -584,7 +584,7 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
         assert (
             not rows[: beside - 3].any() and rows[beside:].all() and len(rows) >= beside + len(one.tokens) - 5
         )
-    if not engine._parts.arena.tensor.is_cuda:
+    if not engine.parts.arena.tensor.is_cuda:
         assert num_passes <= 3, "those of prompts"
     speculation.is_on = True
     while len(found[0].tokens) < 90:
@@ -608,7 +608,7 @@ def test_drafting_that_does_not_pay_goes_off_by_itself_and_later_requests_are_tr
     plain, engine, passes = make(None), make(OTHER, is_forced=False), counted_passes(monkeypatch)
     needs_eager_passes(engine)
     flat = StepCosts((1, 8, 64), (1e-3, 1.1e-3, 2e-3), 5e-4)
-    engine._parts.speculation.measure(lambda costs: flat)
+    engine.parts.speculation.measure(lambda costs: flat)
     for turn in range(2):
         right = [generate(plain, prompts(20 + n, seed=n + turn), max_tokens=100) for n in range(3)]
         found = [submit(engine, prompts(20 + n, seed=n + turn), max_tokens=100) for n in range(3)]
@@ -646,7 +646,7 @@ def test_drafts_that_come_and_go_with_little_memory_change_no_answer(
             assert_same(one, wanted)
         texts = [[*text, *one.tokens, 7 + turn] for text, one in zip(texts, found, strict=True)]
     engine.check()
-    assert engine.stats().retractions > 1 and engine._parts.scheduler.counts.drafted_tokens > 20
+    assert engine.stats().retractions > 1 and engine.parts.scheduler.counts.drafted_tokens > 20
 
 
 def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Prompts) -> None:
@@ -660,7 +660,7 @@ def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Pr
     history = [*prompts(30), *first.tokens, 5]
     prefix = engine.cache.prefix_of(history)
     assert prefix is not None
-    arena, found, pages = engine._parts.arena.tensor, [], []
+    arena, found, pages = engine.parts.arena.tensor, [], []
     for tier in ("device", "host"):
         again = generate(engine, history, max_tokens=40)
         settle_all(engine)
@@ -694,14 +694,14 @@ def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
     speculation = forced(engine, is_on=False)
     speculation.is_on = is_on
     overlap_from(engine, 1 << 30 if captured else 0)
-    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    each = [Group((layer, layer + 1)) for layer in range(engine.parts.arena.layout.num_layers)]
     monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
     cold = generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     load, _ = gates(engine)
     load.hold()
     load.let(len(each) - 1 if captured else 0)
-    lane = engine._parts.lanes[0]
+    lane = engine.parts.lanes[0]
     wait, waited = lane.wait, list[Fence]()
     monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
     returning = submit(engine, prompts(80), max_tokens=30)
@@ -830,7 +830,7 @@ def test_kv_of_any_width_finds_room(
             generate(engine, [*prompts(length), *right.tokens], max_tokens=20),
             generate(plain, [*prompts(length), *right.tokens], max_tokens=20),
         )
-    assert engine._parts.scheduler.counts.drafted_tokens > 100
+    assert engine.parts.scheduler.counts.drafted_tokens > 100
 
 
 def test_its_kv_lies_in_its_own_layers_alone(tmp_path: Path, prompts: Prompts) -> None:

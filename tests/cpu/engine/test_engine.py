@@ -23,8 +23,8 @@ Prompts = Callable[..., list[int]]
 
 def check_at_rest(engine: Engine) -> None:
     """Nothing is open, every slot is free or idle, every row is back."""
-    engine._parts.scheduler.check()
-    engine._parts.cache.check()
+    engine.parts.scheduler.check()
+    engine.parts.cache.check()
     stats = engine.stats()
     assert sum(stats.requests.values()) == 0
     for states in (stats.kv_blocks[tier] for tier in engine.tiers if tier in ("device", "host")):
@@ -69,14 +69,14 @@ def test_chunks_sized_by_time_do_not_change_the_tokens(
     expected = [generate(alone, prompts(num, num), max_tokens=20).tokens for num in (200, 300, 70)]
     engine = make_engine(prefill_chunk=512, prefill_chunk_ms=0.001)
     sizes: dict[str, list[int]] = {}
-    launch = engine._parts.executor.launch
+    launch = engine.parts.executor.launch
 
     def see(plan: StepPlan, waits: Waits) -> Any:
         for chunk in plan.chunks:
             sizes.setdefault(chunk.request_id, []).append(chunk.num_tokens)
         return launch(plan, waits)
 
-    monkeypatch.setattr(engine._parts.executor, "launch", see)
+    monkeypatch.setattr(engine.parts.executor, "launch", see)
     first = submit(engine, prompts(200, 200), max_tokens=20)
     while not first.events:
         engine.step()
@@ -114,8 +114,7 @@ def test_captured_steps_and_eager_steps_give_the_same_tokens(
     run_all(eager)
     assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
     assert (
-        captured._parts.executor.target.replays._captured
-        and not eager._parts.executor.target.replays._captured
+        captured.parts.executor.target.replays._captured and not eager.parts.executor.target.replays._captured
     )
 
 
@@ -146,7 +145,7 @@ def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
             generate(eager, prompts(n, n), **extra) for n, extra in zip(lengths, settings, strict=True)
         ]
         assert [c.tokens for c in found] == [c.tokens for c in expected], f"turn {turn}"
-    shapes = padded._parts.executor.target.replays._captured
+    shapes = padded.parts.executor.target.replays._captured
     assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(
         s.num_beside > 0 for s in shapes
     )
@@ -170,7 +169,7 @@ def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, p
     engine = make_engine()
     prompt = prompts(50)
     cold = generate(engine, prompt)
-    engine._parts.arena.tensor.fill_(0.5)
+    engine.parts.arena.tensor.fill_(0.5)
     assert generate(engine, prompt).tokens != cold.tokens
 
 
@@ -181,7 +180,7 @@ def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing
     engine = make_engine()
     prompt = prompts(48)
     cold = generate(engine, prompt, max_tokens=1)
-    blocks = engine._parts.arena.tensor[:-1]  # all but the padding block
+    blocks = engine.parts.arena.tensor[:-1]  # all but the padding block
     before = blocks.clone()
     warm = generate(engine, prompt, max_tokens=1)
     assert warm.tokens == cold.tokens
@@ -251,7 +250,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
     make_engine: MakeEngine, prompts: Prompts, failing_layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(capture=False)  # a graph on CUDA would not call the broken function
-    model = engine._parts.executor.target.model
+    model = engine.parts.executor.target.model
     whole = model.layer
     broken = [True]
 

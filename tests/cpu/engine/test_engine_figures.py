@@ -125,7 +125,7 @@ def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(
     engine = make_engine()
     generate(engine, prompts(20))
     gate = threading.Event()
-    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="a step that takes for ever")
+    engine.parts.lanes[0].submit(lambda: gate.wait(30), label="a step that takes for ever")
     try:
         with pytest.raises(DeadlineExceeded):
             engine.close(timeout_s=0.01)

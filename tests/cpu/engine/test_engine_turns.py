@@ -119,7 +119,7 @@ def test_everything_about_a_request_reaches_the_scheduler_and_the_sessions(
         hint=hint,
     )
     engine._inbox.run_some()
-    request = engine._parts.scheduler.lives["mine"].request
+    request = engine.parts.scheduler.lives["mine"].request
     assert (name, request.id, request.prompt, request.sampling) == ("mine", "mine", prompt, params)
     assert (request.priority, request.session, request.adapter) == (-7, "chat", None)
     assert request.prefix == engine.cache.prefix_of(prompt, "salt") != engine.cache.prefix_of(prompt)
@@ -177,7 +177,7 @@ def test_a_loop_that_failed_says_so_before_anybody_is_told(
         raise RuntimeError("the plan is void")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine._parts.scheduler, "plan", burst)
+        patched.setattr(engine.parts.scheduler, "plan", burst)
         engine.submit(prompts(10), SamplingParams(max_tokens=1), lambda event: seen.append(loop.failed()))
         loop.start()
         loop.close(20.0)

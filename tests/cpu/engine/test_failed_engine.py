@@ -94,7 +94,7 @@ def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(
     until(engine, lambda: len(running.tokens) > 2 and engine.cache.num_in_flight > 0)
     flush = asked(lambda: engine.wait_flushed("visible", 600.0))
     until(engine, lambda: bool(engine._flushes))
-    monkeypatch.setattr(engine._parts.scheduler, "cancel", burst)
+    monkeypatch.setattr(engine.parts.scheduler, "cancel", burst)
     engine.cancel(running.request_id)  # a command that raises, and stands before all others
     queued = submit(engine, prompts(20, seed=1))
     reset = asked(engine.reset_cache)
@@ -156,7 +156,7 @@ def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_l
     engine.cache.reset(("device",))
     found = submit(engine, prompts(100))
     assert len(engine.cache.host.leases) == 1
-    monkeypatch.setattr(engine._parts.scheduler, "add", burst)
+    monkeypatch.setattr(engine.parts.scheduler, "add", burst)
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
     engine.fail_all(RuntimeError("the device is gone"))
@@ -349,7 +349,7 @@ def test_a_device_that_fails_while_a_step_is_waited_for_ends_its_requests_with_t
     engine.turns.running = dataclasses.replace(engine.turns.running, fence=Lost())
     run_all(engine)
     assert found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
-    engine._parts.lanes[0].drain(20.0)
+    engine.parts.lanes[0].drain(20.0)
     assert len(generate(engine, prompts(10)).tokens) == 8, "the engine goes on"
     engine.close(20.0)
 
@@ -416,7 +416,7 @@ def test_a_warm_up_that_fails_gives_back_its_block_and_the_adapters(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     engine = make_engine()
-    executor = engine._parts.executor
+    executor = engine.parts.executor
     weights_of = executor._weights_of
     with monkeypatch.context() as patched:
         patched.setattr(executor, part, divides)
@@ -432,7 +432,7 @@ def test_a_warm_up_goes_without_a_block_where_there_is_none(
 ) -> None:
     engine = make_engine()
     monkeypatch.setattr(BlockTable, "try_extend", lambda table, num: False)
-    monkeypatch.setattr(engine._parts.executor, "warm", divides)
+    monkeypatch.setattr(engine.parts.executor, "warm", divides)
     engine.warm()
     assert nothing_held(engine)
 

@@ -26,7 +26,7 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 torch.set_num_threads(1)
 sanitizer = GuardedSanitizer()
 engine = build(tiny_config(host_blocks=64, blocks=24, speculate=SPECULATE), sanitizer=sanitizer)
-parts = engine._parts
+parts = engine.parts
 if SPECULATE is not None:
     forced(engine)
 for arena in (parts.arena, parts.cache.saves._host.memory._arena):

@@ -68,7 +68,7 @@ def test_as_many_requests_are_open_as_may_be_submitted_or_running(
 ) -> None:
     """Those that wait in the inbox count, and those that have ended do not."""
     engine = make_engine(max_batch=2)
-    most = engine._parts.max_open
+    most = engine.parts.max_open
     assert most == 2 * build_module._WAITING_PER_ROW
     opened = [submit(engine, prompts(4), max_tokens=1 + n) for n in range(most // 2)]
     engine.step()

@@ -110,7 +110,7 @@ def test_all_that_closing_waits_for_has_one_deadline(
         engine, "snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check()))
     )
     monkeypatch.setattr(engine.cache, "close", taking(transfers_s, "transfers", engine.cache.close))
-    monkeypatch.setattr(engine._parts.lanes[0], "close", taking(1.0, "lane", engine._parts.lanes[0].close))
+    monkeypatch.setattr(engine.parts.lanes[0], "close", taking(1.0, "lane", engine.parts.lanes[0].close))
     engine.close(timeout_s=20.0)
     assert given == {"snapshots": 20.0, "transfers": 8.0, "lane": left_s}
 
@@ -149,7 +149,7 @@ def test_a_failing_loop_ends_every_request_and_says_why(
     def burst(*_: object, **__: object) -> None:
         raise RuntimeError("the plan is void")
 
-    monkeypatch.setattr(engine._parts.scheduler, "plan", burst)
+    monkeypatch.setattr(engine.parts.scheduler, "plan", burst)
     loop = EngineLoop(engine)
     ended = Ended()
     engine.submit(prompts(10), sampling(), ended)
@@ -168,7 +168,7 @@ def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
     found = submit(engine, prompts(20), max_tokens=30)
     for _ in range(4):
         engine.step()  # it decodes, in a replay
-    model = engine._parts.executor.target.model
+    model = engine.parts.executor.target.model
     whole = model.layer
 
     def layer(*_: Any) -> Any:

@@ -49,7 +49,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def model_of(engine: Engine) -> Decoder:
-    model = engine._parts.executor.target.model
+    model = engine.parts.executor.target.model
     assert isinstance(model, Decoder)
     return model
 
@@ -111,7 +111,7 @@ def test_a_head_changes_no_answer(options: dict[str, Any], pair: Any, prompts: P
         right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
         assert_same(generate(engine, prompts(length, seed=n), max_tokens=40, **options), right)
         engine.check()
-    assert engine._parts.scheduler.counts.drafted_tokens > 100
+    assert engine.parts.scheduler.counts.drafted_tokens > 100
 
 
 def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(
@@ -207,7 +207,7 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
     forced(engine)
     verified = recorded_drafts(engine, prompts(40))
     assert len(verified) > 10 and all(right[at] == drafts for at, drafts in verified.items())
-    assert engine._parts.scheduler.counts.drafted_tokens > 20
+    assert engine.parts.scheduler.counts.drafted_tokens > 20
 
 
 # ----------------------------------------------------------------------------------- while nothing is drafted
@@ -215,10 +215,10 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
 
 def kv_of_head(engine: Engine, found: Collected) -> torch.Tensor:
     """Of a request that runs: [tokens, 2, heads, width], as far as the head has passed over them."""
-    engine._parts.lanes[0].drain()
-    track = engine._parts.scheduler.running.requests[found.request_id]
+    engine.parts.lanes[0].drain()
+    track = engine.parts.scheduler.running.requests[found.request_id]
     num = track.num_committed
-    pages = engine._parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64")), -1]
+    pages = engine.parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64")), -1]
     return pages.transpose(1, 2).flatten(0, 1)[:num].clone()
 
 
@@ -234,7 +234,7 @@ def test_an_engine_is_made_warm_with_any_number_of_drafts(
     plain.close(timeout_s=20.0)
     engine = build(dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", num_drafts)))
     engine.warm()
-    speculation, ahead = engine._parts.speculation, pass_of(engine, DraftPass).drafts
+    speculation, ahead = engine.parts.speculation, pass_of(engine, DraftPass).drafts
     assert speculation is not None and not ahead.failed
     assert speculation._costs.making_s >= 0 and all(seconds > 0 for seconds in speculation._costs.seconds)
     assert len(generate(engine, [1, 2, 3], max_tokens=20).tokens) == 20
@@ -246,7 +246,7 @@ def test_where_steps_are_slow_the_largest_are_not_measured(
 ) -> None:
     """A server on a CPU is to start within seconds. What was not measured is taken to grow with its rows."""
     _, engine = pair()
-    executor, sizes = engine._parts.executor, list[int]()
+    executor, sizes = engine.parts.executor, list[int]()
     monkeypatch.setattr(
         warm,
         "step_s",
@@ -262,7 +262,7 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     """Each is launched before the one before it is read, by rows that are set up: setting them up takes
     longer than a step does."""
     _, engine = pair()
-    cache, executor, seen = engine._parts.cache, engine._parts.executor, list[str]()
+    cache, executor, seen = engine.parts.cache, engine.parts.executor, list[str]()
     table = cache.open("warm-up", None, 0)
     assert table.try_extend(1)
     plan = warm.decode_plan(
@@ -287,14 +287,14 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     seen.clear()
     warm.step_s(executor, plan)
     assert seen == ["launch and set up", "read"], "a slow one is run once"
-    table.release(engine._parts.lanes[0].record())
+    table.release(engine.parts.lanes[0].record())
 
 
 def test_what_making_drafts_takes_is_measured_by_the_request(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, engine = pair()
-    executor = engine._parts.executor
+    executor = engine.parts.executor
 
     def takes(plan: StepPlan) -> float:
         num = len(plan.chunks)
@@ -365,7 +365,7 @@ def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(
 def test_what_is_decoded_while_drafts_do_not_pay_has_no_kv_of_the_head(pair: Any, prompts: Prompts) -> None:
     """Where drafts begin again there is some from then on, and no answer is another."""
     plain, engine = pair()
-    engine._parts.arena.tensor.fill_(0.5)  # as if others had used it before
+    engine.parts.arena.tensor.fill_(0.5)  # as if others had used it before
     speculation = forced(engine, is_on=False)
     right, found = generate(plain, prompts(20), max_tokens=90), submit(engine, prompts(20), max_tokens=90)
     while len(found.tokens) < 50:

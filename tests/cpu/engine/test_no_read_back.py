@@ -98,7 +98,7 @@ def read_backs() -> Iterator[list[str]]:
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Not in checked mode, in which launchers compare bytes and wait for them."""
     made = build(tiny_config(host_blocks=64, speculate=request.param))
-    if made._parts.speculation is not None:
+    if made.parts.speculation is not None:
         forced(made)
     yield made
     made.close(timeout_s=20.0)

@@ -256,7 +256,7 @@ def test_the_whole_scope_differs_where_the_table_does(
     config = serving(with_rope(tmp_path, SCHEMES["longrope"]))
     digests = []
     for length in (64, 65):
-        parts = started(limited(config, length))._parts
+        parts = started(limited(config, length)).parts
         model = parts.executor.target.model
         digests.append(_scope(model, parts.arena.layout))
     assert (

@@ -62,8 +62,8 @@ class _Table:
 def engine() -> Iterator[Engine]:
     config = tiny_config(blocks=1200, max_batch=REQUESTS, max_model_len=704, prefix_cache=False)
     made = build(replace(config, speculation=SpeculationConfig("draft:tiny-llama", 3)))
-    executor, guesser = made._parts.executor, pass_of(made, DraftPass).drafts.guesser
-    assert isinstance(guesser, ModelGuesser) and made._parts.speculation is not None
+    executor, guesser = made.parts.executor, pass_of(made, DraftPass).drafts.guesser
+    assert isinstance(guesser, ModelGuesser) and made.parts.speculation is not None
     _Table(TARGET, 512).put_into(executor.target.model)
     _Table(DRAFT, 512).put_into(guesser._draft.model)
     forced(made)

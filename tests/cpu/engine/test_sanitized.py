@@ -32,13 +32,13 @@ def test_every_access_of_a_step_is_declared_by_layer_and_by_slot(prompts: Prompt
     whole = sanitizer.submitted
 
     def submitted(lane: str, ticket: int, label: str, accesses: Any) -> None:
-        kv = [a for a in accesses if a.arena == engine._parts.arena.name]
+        kv = [a for a in accesses if a.arena == engine.parts.arena.name]
         seen.extend((label, sorted(map(int, a.slots)), a.layers, a.mode.value) for a in kv)
         whole(lane, ticket, label, accesses)
 
     sanitizer.submitted = submitted  # type: ignore[method-assign]
     generate(engine, prompts(20), max_tokens=2)
-    layers = engine._parts.arena.layout.num_layers
+    layers = engine.parts.arena.layout.num_layers
     assert ("layer 0", [0, 1], (0, 1), "read") in seen and (
         f"layer {layers - 1}",
         [0, 1],
@@ -70,7 +70,7 @@ def test_a_step_over_slots_that_were_given_back_is_reported(
 
 def lose_the_table(engine: Engine, request_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: a request's table ends while a plan that uses it is on its way to the lane."""
-    executor, scheduler = engine._parts.executor, engine._parts.scheduler
+    executor, scheduler = engine.parts.executor, engine.parts.scheduler
     whole = executor.launch
 
     def launch(plan: StepPlan, waits: Waits) -> Any:

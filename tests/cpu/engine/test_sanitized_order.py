@@ -35,7 +35,7 @@ def launched_plans(
     """Every plan from now on, and what its ids stand for. One that waits for a load lets it go, so that
     nobody waits for ever."""
     plans: list[tuple[StepPlan, Waits]] = []
-    launch = engine._parts.executor.launch
+    launch = engine.parts.executor.launch
 
     def noted(plan: StepPlan, waits: Waits) -> Any:
         plans.append((plan, waits))
@@ -43,14 +43,14 @@ def launched_plans(
             load.let()
         return launch(plan, waits)
 
-    monkeypatch.setattr(engine._parts.executor, "launch", noted)
+    monkeypatch.setattr(engine.parts.executor, "launch", noted)
     return plans
 
 
 def replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The labels of every replay from now on."""
     labels: list[str] = []
-    lane = engine._parts.lanes[0]
+    lane = engine.parts.lanes[0]
     replay = lane.replay
 
     def noted(captured: Any, *rest: Any, **named: Any) -> Any:
@@ -105,14 +105,14 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     """Holds invariant 5: what comes behind the step on its lane needs no wait of its own."""
     engine = make_engine(host_blocks=64)
     overlap_from(engine, 1 << 30 if captured else 0)
-    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    each = [Group((layer, layer + 1)) for layer in range(engine.parts.arena.layout.num_layers)]
     monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
     generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     load, _ = gates(engine)
     load.hold()
     load.let(len(each) - 1 if captured else 0)  # a replay is launched when all but the last part has come
-    labels, lane = replays(engine, monkeypatch), engine._parts.lanes[0]
+    labels, lane = replays(engine, monkeypatch), engine.parts.lanes[0]
     wait, waited = lane.wait, list[Fence]()
     monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
     submit(engine, prompts(80), max_tokens=4)
@@ -135,7 +135,7 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
     cold = generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     # what did not arrive cannot be right by chance
-    engine._parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))
+    engine.parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))
     load, _ = gates(engine)
     load.hold()
     returning = submit(engine, prompts(80), max_tokens=4)
@@ -177,14 +177,14 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
     """Layer by layer, so that it writes into the first while the last is on its way."""
     engine = make_engine(host_blocks=64)
     overlap_from(engine, 0)
-    each = [Group((layer, layer + 1)) for layer in range(engine._parts.arena.layout.num_layers)]
+    each = [Group((layer, layer + 1)) for layer in range(engine.parts.arena.layout.num_layers)]
     monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
     expected = generate(make_engine(), prompts(40), max_tokens=60).tokens
     found = submit(engine, prompts(40), max_tokens=60)
     until(engine, lambda: len(found.tokens) == 4)
     load, _ = gates(engine)
     load.hold()
-    scheduler = engine._parts.scheduler
+    scheduler = engine.parts.scheduler
     scheduler.retract(scheduler.running.requests[found.request_id])
     until(engine, lambda: engine.turns.running is not None and bool(engine.turns.running.loads))
     load.let()
@@ -229,7 +229,7 @@ def test_slots_given_back_under_a_running_step_are_promoted_into_behind_it(
     doomed = submit(engine, prompts(120, seed=4), max_tokens=40)
     turn(engine, turns)
     gate = threading.Event()
-    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
+    engine.parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
     threading.Timer(0.05, gate.set).start()
     turn(engine)
     engine.cancel(doomed.request_id)
@@ -244,9 +244,9 @@ def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(
     make_engine: MakeEngine, prompts: Prompts
 ) -> None:
     engine = make_engine()
-    cache, arena = engine.cache, engine._parts.arena
+    cache, arena = engine.cache, engine.parts.arena
     gate = threading.Event()
-    other = CpuLane("copies", engine._parts.sanitizer)
+    other = CpuLane("copies", engine.parts.sanitizer)
     table = cache.open("earlier user", None, 0)
     assert table.try_extend(cache.num_blocks)
     accesses = [Access(arena.name, table.hold.slots, (0, arena.layout.num_layers), Mode.WRITE)]  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngi
     first = busy(engine, prompts)
     events: list[Any] = []
     params = dataclasses.replace(
-        engine._parts.scheduler.lives[first.request_id].request.sampling, max_tokens=1
+        engine.parts.scheduler.lives[first.request_id].request.sampling, max_tokens=1
     )
     engine.submit(prompts(80), params, events.append, request_id=first.request_id)
     run_all(engine)
@@ -379,7 +379,7 @@ def test_the_engine_thread_plans_while_a_step_runs(make_engine: MakeEngine, prom
     found = submit(engine, prompts(20), max_tokens=8)
     turn(engine, 3)
     gate = threading.Event()
-    engine._parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
+    engine.parts.lanes[0].submit(lambda: gate.wait(30), label="the device is slow")
     turn(engine)  # launches a step behind that, and reads the one before it
     assert engine.turns.running is not None and not engine.turns.running.fence.passed()
     threading.Timer(SLOW_S, gate.set).start()

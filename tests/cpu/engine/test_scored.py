@@ -210,7 +210,7 @@ def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
     prompt = prompts(LONG)
     deep = submit(engine, prompt, max_tokens=60, logprobs=2)
     run_until(engine, lambda: len(deep.tokens) == 1)
-    scheduler = engine._parts.scheduler
+    scheduler = engine.parts.scheduler
     running, fence = scheduler.running.requests[deep.request_id], scheduler._steps.last_fence
     placement = placement_of(engine, deep)
     before = running.table.slots(1024).tolist()
@@ -230,7 +230,7 @@ def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
 
 def placement_of(engine: Engine, answer: Any) -> Any:
     """Where the KV of a running scored request is."""
-    return engine._parts.scheduler.lives[answer.request_id].placement
+    return engine.parts.scheduler.lives[answer.request_id].placement
 
 
 def run_until(engine: Engine, done: Callable[[], bool], turns: int = 5000) -> None:
@@ -252,11 +252,11 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(
     while engine.has_work():
         if not engine.step():
             engine.wait_work(0.05)
-        running = engine._parts.scheduler.running.requests.get(deep.request_id)
+        running = engine.parts.scheduler.running.requests.get(deep.request_id)
         resident = None if running is None else placement_of(engine, deep).resident
         if running is None or resident is None or not resident._chosen:
             continue
-        engine._parts.lanes[0].drain()
+        engine.parts.lanes[0].drain()
         host = pass_of(engine, PagedPass).reads._host.tensor  # type: ignore[union-attr]
         for part, fetched in resident._chosen.items():
             there = running.table.paged_slots[part * 4 : part * 4 + 4]
@@ -290,7 +290,7 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(
     host, arena = pass_of(engine, PagedPass).reads._host.tensor, engine.arena.tensor  # type: ignore[union-attr]
     shares: list[float] = []
     plans: list[Chunk] = []
-    launch = engine._parts.executor.launch
+    launch = engine.parts.executor.launch
 
     def launched(plan: Any, waits: Any) -> Any:
         plans.extend(chunk for chunk in plan.chunks if chunk.scoring is not None and chunk.scoring.recall)
@@ -309,7 +309,7 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(
             )
             shares.append(float(scores.softmax(-1)[:, :num].sum(-1).mean()))
 
-    monkeypatch.setattr(engine._parts.executor, "launch", launched)
+    monkeypatch.setattr(engine.parts.executor, "launch", launched)
     monkeypatch.setattr(StepScores, "add_layer", looked)
     deep = generate(engine, prompts(LONG), max_tokens=100)
     figures = engine.stats().residency
@@ -362,7 +362,7 @@ def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(
     generate(engine, prompt, max_tokens=200)
     assert_nothing_held(engine)
     keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
-    (kept,) = engine._parts.scheduler.deep.kept._kept.values()
+    (kept,) = engine.parts.scheduler.deep.kept._kept.values()
     own = set(kept.keys) - keys
     assert len(kept.keys) % 4 == 0 and LONG + 200 - 64 - 16 <= 16 * len(kept.keys) <= LONG + 200
     assert set(engine.cache.loads._host.pool.keys()) - keys == own == engine.cache.writeback._unshared
@@ -415,7 +415,7 @@ def turns_of(engine: Engine, prompts: Prompts, num: int, short: int = -1) -> Ite
 
 
 def kept_of(engine: Engine) -> list[residency.KeptContext]:
-    return list(engine._parts.scheduler.deep.kept._kept.values())
+    return list(engine.parts.scheduler.deep.kept._kept.values())
 
 
 def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(
@@ -497,7 +497,7 @@ def test_who_brings_more_than_the_window_takes_attends_to_all(
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=70)
     settle_all(engine)
-    window = 64 * engine._parts.scheduler.deep.budget.division.window  # type: ignore[union-attr]
+    window = 64 * engine.parts.scheduler.deep.budget.division.window  # type: ignore[union-attr]
     num_kept = 16 * len(kept_of(engine)[0].keys)
     for num_new, is_exact in ((window + 1, True), (window, False)):
         num_steps = engine.stats().host_steps
@@ -562,7 +562,7 @@ def test_one_that_is_retracted_before_its_first_token_is_told_says_that_it_is_sc
 ) -> None:
     engine = scored_engine(make_engine)
     deep = submit(engine, prompts(LONG), max_tokens=20)
-    scheduler = engine._parts.scheduler
+    scheduler = engine.parts.scheduler
     run_until(engine, lambda: any(one.life.num_in_flight for one in scheduler.running.requests.values()))
     assert not deep.tokens
     scheduler.retract(scheduler.running.requests[deep.request_id])
@@ -651,7 +651,7 @@ def test_whatever_ends_it_while_its_parts_come_it_leaves_what_it_went_on_from(
         threading.Timer(0.05, may_go_on.set).start()
         engine.close(timeout_s=20.0)
         return
-    scheduler = engine._parts.scheduler
+    scheduler = engine.parts.scheduler
     if what == "cancel":
         engine.cancel(going_on.request_id)
         engine.step()
@@ -703,7 +703,7 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     scores, host = pass_of(engine, PagedPass).scores, pass_of(engine, PagedPass).reads._host.tensor  # type: ignore[union-attr]
     assert scores is not None
     engine.step()
-    engine._parts.lanes[0].drain()
+    engine.parts.lanes[0].drain()
     num_parts, num_layers = len(kept.place), scores.num_layers
     low, high = scores._in(kept.place, scores._make(1, scores.arena).values(1)).unbind(3)
     pin = engine.cache.loads._host.pin_run(kept.keys, "test")
@@ -735,7 +735,7 @@ def test_before_anything_is_computed_all_that_may_be_chosen_is_there(
         (1164, 1),
         (1165, 1),
     ]
-    division = engine._parts.scheduler.deep.budget.division
+    division = engine.parts.scheduler.deep.budget.division
     assert division is not None and 16 * len(kept.keys) == 1088
     assert first.num_elsewhere == len(kept.keys) - 4 * division.chosen
     assert first.scoring is second.scoring is third.scoring is None, (
@@ -763,7 +763,7 @@ def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Pro
     engine.cancel(second.request_id)
     run_all(engine)
     engine.step()
-    engine._parts.lanes[0].drain()
+    engine.parts.lanes[0].drain()
     assert not scores._known
 
 
@@ -886,8 +886,8 @@ def test_a_random_crowd_of_exact_scored_and_fitting_requests(
             )
         if asked and rng.random() < 0.01:
             engine.cancel(rng.choice(asked)[2].request_id)
-        if rng.random() < 0.02 and len(tracks := engine._parts.scheduler.running.requests) > 1:
-            engine._parts.scheduler.retract(rng.choice(list(tracks.values())))
+        if rng.random() < 0.02 and len(tracks := engine.parts.scheduler.running.requests) > 1:
+            engine.parts.scheduler.retract(rng.choice(list(tracks.values())))
         if not engine.step():
             engine.wait_work(0.01)
         engine.check()

@@ -158,7 +158,7 @@ def resumed(asked: Asked, engine: Engine | None = None) -> Collected:
             break
         if not engine.step():
             engine.wait_work(0.05)
-    scheduler = engine._parts.scheduler
+    scheduler = engine.parts.scheduler
     scheduler.retract(scheduler.running.requests[answer.request_id])
     run_all(engine)
     return answer

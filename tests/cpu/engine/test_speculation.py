@@ -74,7 +74,7 @@ def scripted(
 ) -> tuple[Engine, Script]:
     engine = make_engine(speculate="ngram", **settings)
     script = Script(ahead, right_share, seed=seed)
-    engine._parts.scheduler._drafts.drafter, engine._parts.speculation = script, None
+    engine.parts.scheduler._drafts.drafter, engine.parts.speculation = script, None
     return engine, script
 
 
@@ -293,7 +293,7 @@ def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prom
     run_all(engine)
     drafted, accepted = sum(num for num, _ in script.seen), sum(kept for _, kept in script.seen)
     assert drafted > accepted > 0
-    counts = engine._parts.scheduler.counts
+    counts = engine.parts.scheduler.counts
     assert counts.drafted_tokens == drafted == sum(counts.drafted_by_place)
     assert sum(counts.accepted_by_place) == accepted
     assert counts.accepted_by_place[0] == sum(kept >= 1 for _, kept in script.seen)
@@ -309,7 +309,7 @@ LOOPS = tuple((token, 40.0) for token in (3, 5, 7, 11, 13))  # a greedy text of 
 
 def timed(engine: Engine) -> Engine:
     """Every step takes as long, with drafts or without."""
-    if (speculation := engine._parts.speculation) is not None:
+    if (speculation := engine.parts.speculation) is not None:
         speculation.measure(lambda costs: StepCosts((1, 2, 4, 8, 16), (1e-3,) * 5))
     return engine
 

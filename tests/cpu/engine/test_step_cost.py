@@ -46,7 +46,7 @@ def lines_of(run: Callable[[], object]) -> int:
 
 def lines_per_step(config: Config, num_requests: int) -> float:
     engine: Engine = build(config)
-    if engine._parts.speculation is not None:
+    if engine.parts.speculation is not None:
         forced(engine, is_on=False)
     for n in range(num_requests):
         submit(engine, [1 + n, 2, 3, 4], max_tokens=NUM_STEPS + 24)

@@ -66,7 +66,7 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             entry[0] -= 1
             if entry[0] == 0:
                 engine.cancel(entry[1])
-        if isinstance(drafting := engine._parts.speculation, ForcedDevice) and rng.random() < 0.08:
+        if isinstance(drafting := engine.parts.speculation, ForcedDevice) and rng.random() < 0.08:
             drafting.is_on = not drafting.is_on
         if rng.random() < (0.1 if engine.cache.cold_tiers else 0.02):
             engine.cache.reset(rng.choice((("device",), ("host",), ("device", "host"))))
@@ -74,7 +74,7 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
             engine.cache.prefetch(prefix, "somebody who thinks")
         if not engine.step():
             engine.wait_work(WAIT_S)
-        engine._parts.scheduler.check()
+        engine.parts.scheduler.check()
     return running
 
 
@@ -105,7 +105,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         **({"ssd_dir": str(tmp_path / "disk"), "ssd_gib": 0.05} if seed % 4 in (1, 3) else {}),
         **({"resident_tokens": RESIDENT_TOKENS, "max_model_len": 256} if host_blocks >= 40 else {}),
     )
-    if engine._parts.speculation is not None:
+    if engine.parts.speculation is not None:
         forced(engine, lambda most: rng.randrange(most + 1))
     if "host" in engine.tiers and seed % 3:
         # every step layer by layer over its loads; the others wait for all of them, but for the longest
@@ -130,7 +130,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     settle_all(engine)
     check_at_rest(engine)
     assert num_cancelled > 0
-    assert proposer is None or engine._parts.scheduler.counts.drafted_tokens > 0
+    assert proposer is None or engine.parts.scheduler.counts.drafted_tokens > 0
     assert host_blocks < 40 or engine.stats().host_steps > 0, "something was paged out"
     assert "ssd" not in engine.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, (
         "something came from the disk"

@@ -346,7 +346,7 @@ def test_a_recorded_run_with_a_grammar_can_be_run_again() -> None:
         answer = constrained(engine, Grammar("regex", "([a-f][0-9]){6}"), seed=4)
         run_all(engine)
     again, _ = build_sanitized(tiny_config(prefix_cache=False))
-    results = list(replay(run, again._parts.executor))
+    results = list(replay(run, again.parts.executor))
     assert [token for result in results for one in result.sampled for token in one.tokens][
         : len(answer.tokens)
     ] == answer.tokens

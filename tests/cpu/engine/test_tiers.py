@@ -88,7 +88,7 @@ def test_restored_bytes_are_the_bytes_that_were_saved(make_engine: MakeEngine, p
     generate(engine, prompt, max_tokens=1)
     prefix = engine.cache.prefix_of(prompt)
     assert prefix is not None
-    arena, pool = engine._parts.arena.tensor, engine.cache._pool
+    arena, pool = engine.parts.arena.tensor, engine.cache._pool
     before = arena[pool.find(prefix.keys)].clone()
     settle_all(engine)
     forget(engine)
@@ -157,13 +157,13 @@ def test_a_retracted_request_resumes_from_host_memory_with_no_token_computed_aga
 ) -> None:
     engine = retracting(make_engine, **settings)
     planned: list[int] = []
-    launch = engine._parts.executor.launch
+    launch = engine.parts.executor.launch
 
     def launched(plan: StepPlan, waits: Waits) -> Any:
         planned.append(plan.num_tokens)
         return launch(plan, waits)
 
-    monkeypatch.setattr(engine._parts.executor, "launch", launched)
+    monkeypatch.setattr(engine.parts.executor, "launch", launched)
     found = crowd(engine, prompts)
     alone = make_engine(prefix_cache=False)
     assert [one.tokens for one in found] == [
@@ -340,18 +340,18 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(host_blocks=64)
-    if engine._parts.arena.device.type == "cuda":
+    if engine.parts.arena.device.type == "cuda":
         pytest.skip("ops run when they are launched here: order on the device is shown by test_overlap_cuda")
     overlap_from(engine, 0)
     cache = engine.cache
-    each = [Group((i, i + 1)) for i in range(engine._parts.arena.layout.num_layers)]
+    each = [Group((i, i + 1)) for i in range(engine.parts.arena.layout.num_layers)]
     monkeypatch.setattr(cache.loads, "_groups", lambda num_blocks, layered: each)
     expected = generate(engine, prompts(90), max_tokens=4).tokens
     forget(engine)
     load, _ = gates(engine)
     order: list[str] = []
     load.on_copy = lambda layers: order.append(f"copy {layers[0]}")
-    layer = type(engine._parts.executor.target.model).layer
+    layer = type(engine.parts.executor.target.model).layer
 
     def noted(self: Any, index: int, *rest: Any) -> Any:
         order.append(f"layer {index}")
@@ -359,7 +359,7 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
             load.let()
         return layer(self, index, *rest)
 
-    monkeypatch.setattr(type(engine._parts.executor.target.model), "layer", noted)
+    monkeypatch.setattr(type(engine.parts.executor.target.model), "layer", noted)
     load.hold()
     load.let(1)
     # the second layer's copy goes only once the first layer is computed
@@ -376,7 +376,7 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     """The fault behind the tests above: with the waits gone, the sanitizer says which edge is missing."""
     engine = make_engine(host_blocks=64)
     overlap_from(engine, overlap_tokens)
-    sanitizer = engine._parts.sanitizer
+    sanitizer = engine.parts.sanitizer
     assert sanitizer is not None
     generate(engine, prompts(90), max_tokens=1)
     forget(engine)
@@ -421,7 +421,7 @@ def test_bytes_that_change_while_they_are_in_host_memory_are_reported(
     make_engine: MakeEngine, prompts: Prompts
 ) -> None:
     engine = make_engine(host_blocks=64)
-    sanitizer, cache = engine._parts.sanitizer, engine.cache
+    sanitizer, cache = engine.parts.sanitizer, engine.cache
     assert sanitizer is not None
     generate(engine, prompts(80), max_tokens=1)
     forget(engine)

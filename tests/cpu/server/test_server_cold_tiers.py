@@ -164,7 +164,7 @@ def test_a_prompt_comes_from_disk_and_the_answer_and_every_figure_say_so(tmp_pat
         }
         until(lambda: not server.engine.is_transferring(), "nothing is on its way")
         seen, stats = server.scrape(), server.http.get("/cache/stats").json()
-        num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
+        num_bytes = 4 * server.engine.parts.arena.layout.block_bytes
         for route in ((("dst", "ssd"), ("src", "host")), (("dst", "host"), ("src", "ssd"))):
             assert seen["penstock_transfer_bytes_total", route] == num_bytes
             assert (

@@ -158,7 +158,7 @@ def test_statistics_tell_the_tiers_apart_and_each_adds_up(server: Tiered) -> Non
         assert states.pop("total") == total == sum(states.values())
     assert stats["prompt_tokens"] == {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 76}
     assert stats["cache"]["promoted"] == 4
-    num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
+    num_bytes = 4 * server.engine.parts.arena.layout.block_bytes
     assert stats["traffic"]["bytes"] == {"device to host": num_bytes, "host to device": num_bytes}
     assert stats["traffic"]["leases_open"] == 0
 

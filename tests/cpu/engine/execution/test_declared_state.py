@@ -81,7 +81,7 @@ class KvWatch(StateWatch):
 
     def _state(self) -> list[torch.Tensor]:
         assert self.engine is not None
-        return [layer.flatten(1) for layer in self.engine._parts.arena.tensor[:-1].unbind(1)]
+        return [layer.flatten(1) for layer in self.engine.parts.arena.tensor[:-1].unbind(1)]
 
     def _layer(self, number: int) -> int:
         return number
@@ -95,8 +95,8 @@ def test_every_op_declares_the_kv_that_it_changes(draft: str | None, prompts: Pr
     )
     watch = KvWatch("kv")
     engine = build(config, sanitizer=watch)
-    engine._parts.arena.tensor.fill_(0.5)
-    watch.engine, watch._arena = engine, engine._parts.arena.name
+    engine.parts.arena.tensor.fill_(0.5)
+    watch.engine, watch._arena = engine, engine.parts.arena.name
     switch = None if draft is None else forced(engine, is_on=False)
     found = [submit(engine, prompts(20 + number, seed=number), max_tokens=45) for number in range(3)]
     while len(found[0].tokens) < 25:
@@ -143,7 +143,7 @@ def test_a_captured_step_is_not_replayed_over_other_tensors(
             run_all(engine)
     finally:
         sampler.pending = kept
-    engine._parts.scheduler._steps._unread.pop()  # the plan that could not be launched
+    engine.parts.scheduler._steps._unread.pop()  # the plan that could not be launched
 
 
 @pytest.mark.parametrize("what", ["inputs", "rope", "arena"])
@@ -152,7 +152,7 @@ def test_the_other_tensors_of_a_captured_step_are_watched_too(
 ) -> None:
     engine = make_engine()
     generate(engine, prompts(20), max_tokens=4)
-    executor = engine._parts.executor
+    executor = engine.parts.executor
     owner: Any = {
         "inputs": executor.target.replays,
         "rope": executor.target.model,
@@ -178,7 +178,7 @@ def test_the_sanitizer_sees_results_that_are_read_too_early(
     engine.step()
     running = engine.turns.running
     assert running is not None and sanitizer.reports == []
-    engine._parts.lanes[0].touch((running.outputs.access,), label="read results")
+    engine.parts.lanes[0].touch((running.outputs.access,), label="read results")
     assert [(r.kind, r.arena) for r in sanitizer.reports] == [(Kind.RACE, "staged results")]
     run_all(engine)
     engine.close(timeout_s=20.0)

@@ -30,18 +30,18 @@ def order_of_use(
     Who is first?"""
     other, gate, stepped, order = CpuLane("copies"), threading.Event(), threading.Event(), []
     other.submit(lambda: (gate.wait(30), order.append("earlier user")), label="copy")
-    cache = engine._parts.cache
+    cache = engine.parts.cache
     table = cache.open("earlier user", None, 0)
     assert table.try_extend(cache.num_blocks)
     table.release(other.record())
-    embed = engine._parts.executor.target.model.embed
+    embed = engine.parts.executor.target.model.embed
 
     def noted(tokens: Any) -> Any:
         order.append("step")
         stepped.set()
         return embed(tokens)
 
-    monkeypatch.setattr(engine._parts.executor.target.model, "embed", noted)
+    monkeypatch.setattr(engine.parts.executor.target.model, "embed", noted)
     submit(engine, prompt, max_tokens=1)
     engine.step()
     running = engine.turns.running
@@ -64,7 +64,7 @@ def test_without_that_wait_the_step_comes_first(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    monkeypatch.setattr(engine._parts.lanes[0], "wait", lambda fence: None)
+    monkeypatch.setattr(engine.parts.lanes[0], "wait", lambda fence: None)
     assert order_of_use(engine, prompts(20), monkeypatch, patience_s=30.0) == ["step", "earlier user"]
 
 
@@ -114,8 +114,8 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(
     submit(engine, prompts(20), max_tokens=30)
     engine._inbox.run_all()
     hold = threading.Event()
-    engine._parts.lanes[0].submit(lambda: hold.wait(30), label="a step that takes for ever")
-    scheduler, executor = engine._parts.scheduler, engine._parts.executor
+    engine.parts.lanes[0].submit(lambda: hold.wait(30), label="a step that takes for ever")
+    scheduler, executor = engine.parts.scheduler, engine.parts.executor
     launched: list[Any] = []
     try:
         for _ in range(3):
@@ -144,8 +144,8 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
         engine.step()
     began, gate = threading.Event(), threading.Event()
     lane, scheduler, sampler = (
-        engine._parts.lanes[0],
-        engine._parts.scheduler,
+        engine.parts.lanes[0],
+        engine.parts.scheduler,
         pass_of(engine, SamplePass).sampler,
     )
     lane.submit(lambda: (began.set(), gate.wait(30)), label="a step that takes long")

@@ -108,7 +108,7 @@ def test_a_replay_computes_the_same_tokens_and_logprobs(
     answers: list[Collected] = []
     run = record(engine, lambda engine: answers.extend(mixed_work(engine, prompts, adapter)))
     assert len(run.plans) == len(run.results) == engine.stats().steps
-    replayed = list(replay(run, fresh(prefill_chunk=48)._parts.executor))
+    replayed = list(replay(run, fresh(prefill_chunk=48).parts.executor))
     assert replayed == run.results
     by_request = told(replayed)
     for answer in answers:
@@ -138,7 +138,7 @@ def test_other_weights_do_not_compute_the_same(
 ) -> None:
     """The fault: the replay runs on another model. So the tests beside this one can fail."""
     run = record(make_engine(), lambda engine: generate(engine, prompts(40), logprobs=1))
-    executor = fresh()._parts.executor
+    executor = fresh().parts.executor
     embed = executor.target.model.embed
     monkeypatch.setattr(executor.target.model, "embed", lambda tokens: embed(tokens ^ 1))
     assert list(replay(run, executor)) != run.results
@@ -166,8 +166,8 @@ def test_retractions_and_padded_replays_come_out_the_same(
     run = record(engine, work)
     assert engine.stats().retractions > 0 and any(start.output for plan in run.plans for start in plan.starts)
     replaying = fresh(**settings)
-    assert list(replay(run, replaying._parts.executor)) == run.results
-    assert replaying._parts.executor.target.replays._captured
+    assert list(replay(run, replaying.parts.executor)) == run.results
+    assert replaying.parts.executor.target.replays._captured
 
 
 def test_a_step_that_fails_is_written_down_with_its_reason(
@@ -177,7 +177,7 @@ def test_a_step_that_fails_is_written_down_with_its_reason(
         raise RuntimeError("the layer burst")
 
     engine = make_engine()
-    monkeypatch.setattr(engine._parts.executor.target.model, "embed", burst)
+    monkeypatch.setattr(engine.parts.executor.target.model, "embed", burst)
     run = record(engine, lambda engine: generate(engine, prompts(20), max_tokens=2))
     assert run.results[0].error == ("RuntimeError", "the layer burst", False) and run.results[0].sampled == ()
 
@@ -200,8 +200,8 @@ def test_a_plan_that_cannot_be_launched_is_refused_before_anything_is(
     make_engine: MakeEngine, changes: dict[str, Any], why: str
 ) -> None:
     engine = make_engine()
-    lane = engine._parts.lanes[0]
+    lane = engine.parts.lanes[0]
     before = lane.record().number
     with pytest.raises(InvariantBroken, match=why):
-        engine._parts.executor.launch(some_plan(**changes))
+        engine.parts.executor.launch(some_plan(**changes))
     assert lane.record().number == before, "something is on the lane"
