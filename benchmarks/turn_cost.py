@@ -233,6 +233,7 @@ def waiting(num_tokens: int, num_requests: int) -> Times:
     tokens = prompt(num_tokens)
     for _ in range(num_requests + 1):
         rig.submit([*tokens, 1])
+    rig.step()
     while rig.scheduler.running.requests["r0"].num_left > num_tokens // 4 + BLOCK:
         rig.step()
     rig.plan()

@@ -37,7 +37,7 @@ from penstock.engine.execution.paging import PagedPass, PagedReads
 from penstock.engine.execution.passes import Pass, PoisonPass, StepLimits
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
-from penstock.engine.execution.sampling import PromptLogprobs, SamplePass
+from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
 from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.target import TargetPass
@@ -303,7 +303,7 @@ def _executor(
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
         paged,
-        PromptLogprobs(target, uploads),
+        PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads),
         None if drafts is None else DraftPass(drafts, rows, replays),
     ]

@@ -138,7 +138,7 @@ def test_the_disk_is_measured_both_ways_and_to_the_device_each_beside_raw(tmp_pa
         (
             SlotIo,
             "read",
-            lambda self, run, keys, into: [Outcome.DONE] * len(keys),
+            lambda self, run, keys, into: [Outcome.DONE] * len(run.places),
             "ssd to host, tier: block 0",
         ),
         (SsdStore, "write", lambda self, keys, *rest: [Outcome.FULL] * len(keys), "5 of 5 blocks did not"),

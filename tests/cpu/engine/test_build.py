@@ -19,6 +19,7 @@ from penstock.engine import build as build_module
 from penstock.engine import build as building
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution.passes import PoisonPass
 from penstock.errors import ConfigError
 from penstock.kv import build as storage
 from penstock.kv.blocks.eviction import make_order
@@ -124,7 +125,7 @@ def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
 @pytest.mark.parametrize("capture", [True, False])
 def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
     engine = built(tiny_config(capture=capture, max_batch=3))
-    assert [shape.num_tokens for shape in engine.parts.executor._replays.buckets] == (
+    assert [shape.num_tokens for shape in engine.parts.executor.target.replays.buckets] == (
         [1, 2, 3] if capture else []
     )
 
@@ -146,7 +147,7 @@ def test_the_sanitizer_listens_as_it_was_asked_to(
         assert sanitizer._findings._strict == (mode == "strict")
         assert json.loads(file.read_text()) == []
     movers = engine.cache.loads.mover, engine.cache.saves.mover
-    assert (engine.parts.executor.guard is not None) == check_bytes
+    assert any(isinstance(one, PoisonPass) for one in engine.parts.executor.passes) == check_bytes
     assert all((mover.checks is not None) == check_bytes for mover in movers)
 
 
@@ -199,7 +200,7 @@ def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
     engine = building.build(
         dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype))
     )  # type: ignore[arg-type]
-    model, layout = engine.parts.executor._forward.model, engine.parts.arena.layout
+    model, layout = engine.parts.executor.target.model, engine.parts.arena.layout
     positions = f"rope half-rotation theta={TINY_QWEN3.rope_theta!r}"
     assert engine.cache.scope == Scope(model.digest, dtype, layout.fingerprint(), block_tokens, positions)
     assert layout.dtype == dtype and dtype.encode() in layout.fingerprint() and len(model.digest) >= 16

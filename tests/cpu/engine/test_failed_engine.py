@@ -411,20 +411,18 @@ def nothing_held(engine: Engine) -> bool:
     )
 
 
-@pytest.mark.parametrize("part", ["warm", "launch"])
-def test_a_warm_up_that_fails_gives_back_its_block_and_the_adapters(
+@pytest.mark.parametrize("part", ["warm.run_all", "executor.Executor.launch"])
+def test_a_warm_up_that_fails_gives_back_its_block(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     engine = make_engine()
-    executor = engine.parts.executor
-    weights_of = executor._weights_of
     with monkeypatch.context() as patched:
-        patched.setattr(executor, part, divides)
+        patched.setattr(f"penstock.engine.execution.{part}", divides)
         with pytest.raises(ZeroDivisionError):
             engine.warm()
-    assert nothing_held(engine) and executor._weights_of == weights_of
+    assert nothing_held(engine)
     engine.warm()
-    assert nothing_held(engine) and executor._weights_of == weights_of
+    assert nothing_held(engine)
 
 
 def test_a_warm_up_goes_without_a_block_where_there_is_none(
@@ -432,7 +430,7 @@ def test_a_warm_up_goes_without_a_block_where_there_is_none(
 ) -> None:
     engine = make_engine()
     monkeypatch.setattr(BlockTable, "try_extend", lambda table, num: False)
-    monkeypatch.setattr(engine.parts.executor, "warm", divides)
+    monkeypatch.setattr("penstock.engine.execution.warm.run_all", divides)
     engine.warm()
     assert nothing_held(engine)
 

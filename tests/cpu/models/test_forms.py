@@ -184,7 +184,7 @@ def test_a_matrix_in_4_bits_has_the_values_of_the_file_in_both_forms(rows: int) 
         values, kind = some(rows, 96), gguf.GGMLQuantizationType[encoding]
         raw = gguf.quantize(values.numpy(), kind)
         in_file = torch.tensor(gguf.dequantize(raw, kind))
-        found = (torch.from_numpy(part.reshape(rows, -1)) for part in gguf_file._QUANTS[kind](raw))
+        found = (torch.from_numpy(part.reshape(rows, -1)) for part in gguf_file._QUANTS[kind.name](raw))
         matrix = matrix_of_quants(Quants(*found), INT4)
         assert matrix.wide is not None and matrix.shape == (rows, 96)
         # A scale rounded to bfloat16 is off by 2**-9, and so is a zero; a value is up to 8 steps from it.

@@ -85,7 +85,7 @@ class SamplePass(Pass):
         outputs.made = output
 
 
-class PromptLogprobs(Pass):
+class PromptLogprobsPass(Pass):
     """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
 
     def __init__(self, model: Decoder, uploads: Uploads) -> None:

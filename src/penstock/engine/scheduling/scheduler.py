@@ -32,7 +32,7 @@ from penstock.engine.scheduling.lengths import Lengths, WholeLife
 from penstock.engine.scheduling.residency import FIRST_TAU
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.stages import Life, RunningRequest, State, WaitingRequest
-from penstock.engine.scheduling.steps import NextStep, Sealing, Share, Step, Steps
+from penstock.engine.scheduling.steps import NextStep, Sealing, Share, Steps, UnreadStep
 from penstock.errors import InvariantBroken
 
 _FIRST_LOGPROB = PromptLogprobs([None])  # the first prompt token has no logprob
@@ -369,7 +369,7 @@ class Scheduler:
                 events.append(event)
         return Committed(events, self._take_news())
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: UnreadStep) -> None:
         """KV that the step needed did not arrive, so this step and later ones of its requests computed
         nothing valid. The requests start again from what is cached and use colder tiers no more."""
         lives = [life for life in step.shares if life.state is not State.ENDED]

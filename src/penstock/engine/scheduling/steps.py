@@ -126,7 +126,7 @@ class Share(NamedTuple):
         return max(0, self.num_logits - 1)
 
 
-class Step(NamedTuple):
+class UnreadStep(NamedTuple):
     number: int
     shares: dict[Life, Share]
     fence: Fence | None = None  # after the step
@@ -140,7 +140,7 @@ class Steps:
     def __init__(self) -> None:
         self.last_fence: Fence | None = None  # after every step launched so far
         self.num_planned = 0
-        self._unread: deque[Step] = deque()
+        self._unread: deque[UnreadStep] = deque()
         self.num_drafted = 0  # of these, steps that verify drafts
         self.num_rewriting = 0  # of these, steps with drafts, or after unverified ones
         self._is_whole = True  # all of the step launched last is on the lane
@@ -161,7 +161,7 @@ class Steps:
             shares[running.life] = Share(
                 running, start, chunk.kv_len, chunk.num_logits, start - chunk.num_unsure
             )
-        self._unread.append(Step(self.num_planned, shares, has_drafts=has_drafts, rewrites=rewrites))
+        self._unread.append(UnreadStep(self.num_planned, shares, has_drafts=has_drafts, rewrites=rewrites))
         return self.num_planned
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
@@ -182,7 +182,7 @@ class Steps:
         else:
             self._released.append(table)
 
-    def take(self, number: int) -> Step:
+    def take(self, number: int) -> UnreadStep:
         """The oldest one, which has to be `number`: its result is in."""
         step = self._unread.popleft()
         if step.number != number:
@@ -231,7 +231,7 @@ class Sealing:
         self._unsealed: dict[RunningRequest, None] = {}
         self._num_left = 0  # how many such blocks the current commit may still seal
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: UnreadStep) -> None:
         """A commit of `step` begins: first the blocks that earlier commits left."""
         self._num_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._block_tokens)
         self._seal_some(step.fence)

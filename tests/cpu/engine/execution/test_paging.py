@@ -176,11 +176,7 @@ def test_what_is_read_and_written_is_declared(streaming: Streaming) -> None:
     for piece in streaming.reads.pieces(chunks()):
         fetched = streaming.reads.fetch(1, piece, lambda: streaming.tables, streaming.compute)
         ((host, buffer),) = declared
-        assert (
-            host.mode is Mode.READ
-            and host.layers == (1, 2)
-            and list(host.pool.counts) == piece.slots.tolist()
-        )
+        assert host.mode is Mode.READ and host.layers == (1, 2) and list(host.slots) == piece.slots.tolist()
         assert buffer.mode is Mode.WRITE and fetched.access == buffer._replace(mode=Mode.READ)
         turns.append(tuple(buffer.slots))
         declared.clear()
