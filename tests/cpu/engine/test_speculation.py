@@ -192,10 +192,17 @@ def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts
     from what was saved."""
     plain = make_engine(blocks=512)
     engine, script = scripted(
-        make_engine, ahead, blocks=24, host_blocks=512, overcommit=3.0, max_batch=6, max_model_len=256
+        make_engine,
+        ahead,
+        right_share=0.4,
+        blocks=24,
+        host_blocks=512,
+        overcommit=3.0,
+        max_batch=6,
+        max_model_len=256,
     )
     pairs = []
-    for n in range(8):
+    for n in range(16):
         prompt = prompts(20 + 7 * n, seed=n)
         options = OPTIONS[n % len(OPTIONS)]
         right = generate(plain, prompt, max_tokens=90, **options)
