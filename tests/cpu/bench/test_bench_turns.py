@@ -14,7 +14,6 @@ from penstock.cli import main
 from penstock.config import EngineConfig, OffloadConfig
 from penstock.contract import KvSource
 from penstock.engine.build import build
-from penstock.errors import InvariantBroken
 
 BENCH = TurnsBench(conversations=4, turns=3, prompt_tokens=40, tokens=8, repeat=2, seed=0)
 SIZES = "--model tiny-qwen3 --load-format dummy --device cpu --device-kv-blocks 40 --kv-offload-host-gib 0.05"
@@ -56,17 +55,6 @@ def test_what_does_not_fit_on_the_device_comes_back_from_the_host(crowded):
     for row in turns:
         assert sum(row["source"].values()) == 8 * (48 * (row["turn"] - 1) + 40)
     assert whole["retractions"] == sum(row["retractions"] for row in turns)
-
-
-def test_sources_that_do_not_add_up_are_noticed(engine, config, monkeypatch):
-    def deaf(reader, event):
-        reader.tokens.extend(event.tokens)
-        if event.finish is not None:
-            reader.driver.ended.append(event)
-
-    monkeypatch.setattr("penstock.bench.run.Reader.__call__", deaf)
-    with pytest.raises(InvariantBroken, match="came from"):
-        BENCH.measure(Driver(engine, config))
 
 
 @pytest.mark.parametrize("changes", [{"turns": 100}, {"prompt_tokens": 400}, {"tokens": 100}])

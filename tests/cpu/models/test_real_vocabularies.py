@@ -23,7 +23,7 @@ from penstock.models import tokenizer_files as files_module
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import BYTE_OF, Tokenizer
 from penstock.models.tokenizer_files import tokenizer_files
-from penstock.text.stream import TextStream
+from penstock.text.answer import TextStream
 from tests.cpu.models.test_token_bytes import CORPUS
 from tests.support.vocabularies import pages
 
