@@ -361,23 +361,6 @@ def test_an_answer_that_breaks_off_ends_that_conversation_and_is_reported(foreig
 # ---------------------------------------------------------------------------------------------------- command
 
 
-TINY = f"--model tiny-llama --load-format dummy --device cpu --device-kv-blocks {400} --no-kv-offload".split()
-
-
-def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
-    """Longer prompts than the model's own config allows: random weights take them."""
-    file, picture = tmp_path / "agents.json", tmp_path / "agents.png"
-    sizes = ("--users", "2", "--requests", "3", "--scale", "8", "--json", str(file), "--plot", str(picture))
-    assert main(["bench", "agents", str(EXCERPT), *TINY, *sizes]) == 0
-    shown = capsys.readouterr().out
-    assert "later" in shown and "worst overtaken s" in shown and "6 of 6" in shown
-    report = json.loads(file.read_text())
-    assert report["settings"] == dataclasses.asdict(Asking(EXCERPT.name, users=2, requests=3, scale=8))
-    assert report["config"]["source"]["positions"] == report["config"]["engine"]["max_model_len"] > 2048
-    assert [row["done"] for row in report["results"]] == [2, 4, 6]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_command_asks_a_server(foreign, tmp_path, capsys):
     file = tmp_path / "agents.json"
     sizes = f"--users 1 --requests 3 --model m --url {foreign.url} --json {file}".split()

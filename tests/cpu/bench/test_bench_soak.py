@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import threading
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -18,19 +16,14 @@ from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.soak_trouble import (
     Ask,
     Disturber,
-    Mischief,
     UnreliableCopier,
-    UnreliableDisk,
-    UnreliableStore,
     random_asks,
 )
 from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
-from penstock.errors import StoreFailed
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.tiers.store import Outcome
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from tests.support.driving import tiny_config
@@ -175,63 +168,6 @@ class _NoReference:
 
 
 # --------------------------------------------------------------------------------------------------- mischief
-
-
-def mischief() -> tuple[Mischief, Counter[str]]:
-    counts: Counter[str] = Counter()
-    return Mischief(counts, random.Random(0), 0.0), counts
-
-
-def test_a_disk_fails_spoils_and_loses_as_it_is_told(tmp_path, monkeypatch):
-    made, counts = mischief()
-    disk = UnreliableDisk(made)
-    folder = os.open(tmp_path, os.O_RDONLY)
-    fd = disk.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, folder)
-    shares(monkeypatch)
-    assert disk.pwritev(fd, [memoryview(b"a" * 8), memoryview(b"b" * 8)], 0) == 16
-    buffer = bytearray(16)
-    shares(monkeypatch, SPOILED=1.0)
-    assert disk.preadv(fd, [memoryview(buffer)], 0) == 16
-    assert sum((a ^ b).bit_count() for a, b in zip(buffer, b"a" * 8 + b"b" * 8, strict=True)) == 1
-    for _ in range(8):
-        assert disk.pwritev(fd, [memoryview(b"c" * 8), memoryview(b"d" * 8)], 16) == 16  # so it says
-    shares(monkeypatch, FAILED=1.0)
-    for call in (
-        lambda: disk.preadv(fd, [memoryview(buffer)], 0),
-        lambda: disk.pwritev(fd, [memoryview(buffer)], 0),
-    ):
-        with pytest.raises(OSError, match="made to fail"):
-            call()
-    disk.close(fd)
-    os.close(folder)
-    assert counts == {
-        "disk calls stalled on purpose": 0,
-        "disk calls failed on purpose": 2,
-        "disk reads spoiled on purpose": 1,
-        "disk writes lost on purpose": 8,
-    }
-
-
-def test_a_store_fails_and_exaggerates_but_never_calls_wrong_bytes_done(monkeypatch):
-    made, counts = mischief()
-    inner = MemoryStore()
-    store = UnreliableStore(inner, made)
-    keys, blocks = [bytes([n]) * 16 for n in range(4)], [memoryview(bytes([n]) * 8) for n in range(4)]
-    shares(monkeypatch, FAILED=1.0)
-    assert store.write(keys, range(4), blocks) == [Outcome.FAILED] * 4 and inner.blocks == {}
-    shares(monkeypatch)
-    assert store.write(keys[:2], range(2), blocks[:2]) == [Outcome.DONE] * 2 and store.find(keys) == 2
-    shares(monkeypatch, EXAGGERATED=1.0, FAILED=0.5)
-    assert store.find(keys) == 4
-    for _ in range(8):
-        into = [memoryview(bytearray(8)) for _ in keys]
-        outcomes = store.read(keys, into)
-        assert Outcome.DONE not in outcomes[2:]
-        assert all(into[n] == blocks[n] for n, outcome in enumerate(outcomes) if outcome is Outcome.DONE)
-    assert counts["blocks of a store failed on purpose"] > 4
-    shares(monkeypatch, DOWN=1.0)
-    with pytest.raises(StoreFailed):
-        store.persist()
 
 
 def test_what_is_asked_fits_and_the_seed_decides_it():

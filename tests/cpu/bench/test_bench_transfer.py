@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -151,23 +150,6 @@ def test_a_store_is_measured_both_ways_and_left_empty(monkeypatch: pytest.Monkey
 
 
 # ------------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_writes_table_file_and_picture_and_leaves_nothing_on_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("it was loaded"))
-    file, picture, near = tmp_path / "transfer.json", tmp_path / "transfer.png", tmp_path / "disk"
-    near.mkdir()
-    files = ["--json", str(file), "--plot", str(picture), "--kv-offload-ssd-dir", str(near)]
-    assert main(["bench", "transfer", *FLAGS, "--load-format", "dummy", "--layers", "1,9", *files]) == 0
-    shown, report = capsys.readouterr(), json.loads(file.read_text())
-    assert (report["bench"], report["model"], report["device"]) == ("transfer", "tiny-qwen3", "cpu")
-    assert report["settings"] == {"blocks": [4], "layers": [1, 9], "repeat": 1, "seed": 0}
-    assert f"{report['results'][0]['gb_s']:.2f}" in shown.out and "% of raw" in shown.out
-    assert {"promote", "ssd to device"} <= {row["direction"] for row in report["results"]}
-    assert "groups of 9 layers" in shown.err
-    assert picture.read_bytes().startswith(b"\x89PNG") and list(near.iterdir()) == []
 
 
 def test_the_command_measures_a_real_store_and_shows_no_password(

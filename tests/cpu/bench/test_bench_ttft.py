@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bench import ttft
 from penstock.bench.run import Driver, scratch_ssd
 from penstock.bench.ttft import NEW_TOKENS, RestartBench, TtftBench, run_in_process
 from penstock.cli import main
@@ -23,9 +21,7 @@ from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvariantBroken, StepFailed
-from penstock.kv.tiers.policy import PrefillRate
 from penstock.models.progress import silent
-from penstock.testing.stores import MemoryStore
 from tests.cpu.bench import child_work
 
 TINY = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
@@ -81,27 +77,6 @@ def test_a_tier_serves_all_full_blocks_but_never_the_last_token(
         assert row["promoted_blocks"][tier] == row["promoted_blocks"][f"{tier}_new"] == promoted
         ratio = "ratio" if tier == "device" else f"ratio_{tier}"
         assert row[ratio] == times["cold"] / times[tier] and len(row["ttft_ms"][tier]["all"]) == 2
-
-
-def test_behind_a_disk_the_store_serves_alone_is_cold_again_and_keeps_what_others_have(
-    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = {bytes(16): bytearray(b"of another engine")}
-    monkeypatch.setattr(
-        "penstock.kv.build.open_remote",
-        lambda url, space, timeout_s: MemoryStore(space=space.digest, blocks=shared),
-    )
-    monkeypatch.setattr(PrefillRate, "seconds", lambda self, *_: None)  # a second to answer, however fast
-    config = offloaded(ssd_config, remote="valkey://elsewhere")
-    for _ in range(2):
-        engine = make_engine(config)
-        (row,) = BENCH.measure(Driver(engine, config)).rows
-        engine.close(timeout_s=20.0)
-        assert row["source"]["cold"] == served(config, 64)
-        for tier in ("ssd", "remote"):
-            assert row["source"][tier] == served(config, 64, **{tier: 63})
-        assert row["source"]["remote_new"] == served(config, 80, remote=64)
-    assert bytes(16) in shared and row["ratio_remote"] > 0
 
 
 # ------------------------------------------------------------------------------------------ the proof
@@ -232,29 +207,6 @@ def test_what_one_engine_computed_the_next_reads_from_disk(ssd_config: Config) -
         assert row["source"]["ssd"] == served(ssd_config, length, ssd=from_disk)
 
 
-def test_prompts_that_the_disk_does_not_hold_together_are_refused_before_a_process_computes_them(
-    ssd_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 64 tokens, two runs: two prompts of 4 blocks that the first process computes, and one that the
-    second does before the last is asked for. Those of 320 are as many of 20, and the disk has 8 + 8 for the
-    others."""
-    small, said = (
-        offloaded(ssd_config, ssd_gib=0.0003),
-        "320 tokens, 4 prompts: they need {} KV blocks on the disk",
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(ttft, "sample", lambda *_: pytest.fail("something was measured"))
-        (refused,) = RestartBench((320,), 1, 0).compute(small, "bench", silent)[1].skipped
-    assert refused.startswith(said.format(60))
-    _, before, _ = LONGER.compute(small, "bench", silent)
-    (refused,) = before.skipped
-    assert lengths(before) == [64] and refused.startswith(said.format(76))
-    shutil.rmtree(small.offload.ssd_dir or "")
-    enough = offloaded(ssd_config, ssd_gib=float(refused.split()[-3]))
-    _, before, num_blocks = LONGER.compute(enough, "bench", silent)
-    assert before.skipped == [] and len(asked_again(LONGER, enough, num_blocks, before)) == 2
-
-
 def test_errors_progress_and_results_come_from_another_process() -> None:
     for work, args, kind, said in (
         (child_work.fail, ("no good",), ConfigError, "no good"),
@@ -285,25 +237,6 @@ def test_a_scratch_directory_lies_near_the_one_that_is_named_and_is_removed(
 
 
 # ------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_writes_table_file_and_picture_of_the_tiers_that_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
-    argv = ["bench", "ttft", *TINY, "--tokens", "48,9999", "--repeat", "2", "--json", str(file)]
-    for flags, tiers in (
-        ([], ("device", "host")),
-        (["--no-prefix-cache"], ("host",)),
-        (["--no-kv-offload", "--plot", str(picture)], ("device",)),
-    ):
-        assert main([*argv, *flags]) == 0
-        shown, report = capsys.readouterr(), json.loads(file.read_text())
-        (row,) = report["results"]
-        assert set(row["ttft_ms"]) == {"cold", *tiers, *(f"{tier}_new" for tier in tiers)}
-        assert f"{row['ttft_ms']['cold']['median']:.2f}" in shown.out and report["skipped"][0] in shown.err
-        assert report["settings"] == {"lengths": [48, 9999], "repeat": 2, "seed": 0}
-    assert b"<svg" in picture.read_bytes()
 
 
 def test_the_command_restarts_in_new_processes_and_leaves_no_directory(

@@ -63,17 +63,6 @@ def test_conversations_that_do_not_fit_are_skipped_with_a_reason(crowded, change
     assert results.rows == [] and "the context holds 320" in results.skipped[0]
 
 
-def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
-    file, picture = tmp_path / "turns.json", tmp_path / "turns.png"
-    sizes = f"{SIZES} --conversations 6 --turns 2 --prompt-tokens 40 --tokens 8".split()
-    assert main(["bench", "turns", *sizes, "--json", str(file), "--plot", str(picture)]) == 0
-    shown, report = capsys.readouterr(), json.loads(file.read_text())
-    assert [row["turn"] for row in report["results"]] == [1, 2, ALL]
-    assert report["settings"] == asdict(TurnsBench(6, 2, 40, 8, 1, 0))
-    assert f"{report['results'][-1]['tokens_per_s']:.0f}" in shown.out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 # ------------------------------------------------------------------------------------------------------- deep
 
 

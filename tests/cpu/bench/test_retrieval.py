@@ -181,44 +181,4 @@ def test_a_needle_whose_block_is_damaged_in_one_layer_is_not_found(
     ]
 
 
-def test_a_needle_that_is_not_there_is_asked_for_as_often_as_there_are_tries(tmp_path: Path) -> None:
-    shape = Retrieval(tries=3, max_position=4096)
-    engine = build(config_of(write_retrieval_model(tmp_path, shape), 2048))
-    stack = haystack(1024, 3, seed=4, model=shape)
-    gone = stack.needles[1]
-    stack.tokens[gone.position] = shape.filler(0)
-    tokens = ask_all(engine, stack).tokens
-    before, _, after = (shape.answer(needle.key, needle.value) for needle in stack.needles)
-    first, second, third = (needle.key for needle in stack.needles)
-    expected = [
-        shape.ask(first),
-        before,
-        *(shape.ask(second, tries) for tries in (3, 2, 1)),
-        shape.ask(third),
-        after,
-    ]
-    assert tokens[: len(expected)] == expected and stack.found(tokens) == 2 and stack.asked(tokens) == 5
-    engine.close(timeout_s=20.0)
-
-
 # -------------------------------------------------------------------------------------------------- haystacks
-
-
-def test_needles_lie_where_they_are_asked_to_and_follow_from_the_seed() -> None:
-    stack = haystack(10_000, 16, (0.1, 0.5, 0.9), seed=8)
-    assert len(stack.tokens) == 9_999 and len(stack.all_questions()) == 10_000
-    near = [
-        [needle for needle in stack.needles if abs(needle.position / 10_000 - depth) <= 0.0251]
-        for depth in (0.1, 0.5, 0.9)
-    ]
-    assert [len(found) for found in near] == [6, 5, 5]
-    assert (
-        len({needle.position for needle in stack.needles})
-        == len({needle.value for needle in stack.needles})
-        == 16
-    )
-    assert all(
-        stack.tokens[needle.position] == stack.model.needle(needle.key, needle.value)
-        for needle in stack.needles
-    )
-    assert haystack(10_000, seed=8) == stack != haystack(10_000, seed=9)
