@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from driver import flags, write
+from driver import Side, flags, write
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # turns of each side that do not count
@@ -121,38 +120,20 @@ def copy_without_observers(target: Path) -> None:
 # ------------------------------------------------------------------------------------------- their turns
 
 
-class Side:
-    """A process that measures a turn when it is asked to."""
-
-    def __init__(self, what: str, name: str, source: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, what, "--side", name]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment
-        )
-
-    def turn(self) -> float:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("go\n")
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
-        if self._process.returncode:
-            raise SystemExit(self._process.returncode)
-
-
 def measure(what: str, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Ratios by the sides that they compare."""
     names = SIDES[what]
     if CUT in names:
         copy_without_observers(folder / "src")
-    sides = {name: Side(what, name, folder / "src" if name == CUT else ROOT / "src") for name in names}
+    sides = {}
+    for name in names:
+        source = folder / "src" if name == CUT else ROOT / "src"
+        command = [sys.executable, __file__, what, "--side", name]
+        sides[name] = Side(name, command, PYTHONPATH=f"{source}{os.pathsep}{ROOT}")
     ratios: dict[str, list[float]] = {f"{b} against {a}": [] for a, b in pairwise(names)}
     order = random.Random(0)
     for number in range(WARM_UP + rounds):
-        seconds = {name: sides[name].turn() for name in order.sample(names, len(names))}
+        seconds = {name: float(sides[name].ask("go")) for name in order.sample(names, len(names))}
         print(number, *(f"{name} {seconds[name]:.3f} s" for name in names), flush=True)
         if number >= WARM_UP:
             for pair, found in ratios.items():

@@ -158,7 +158,7 @@ def _arguments(text: str) -> Any:
         return text
 
 
-class Chat(Api):
+class ChatApi(Api):
     path, most, form, effort = "/v1/chat/completions", "max_tokens", "response_format", "reasoning_effort"
 
     def body(self, **fields: Any) -> Json:
@@ -224,7 +224,7 @@ def _usage_in(events: list[Json]) -> Json:
     return {} if usage is None else {"usage": usage}
 
 
-class Responses(Api):
+class ResponsesApi(Api):
     path, most, form, effort = "/v1/responses", "max_output_tokens", "text.format", "reasoning.effort"
 
     def body(self, **fields: Any) -> Json:
@@ -289,7 +289,7 @@ FINISHES = {
 }
 
 
-class Messages(Api):
+class MessagesApi(Api):
     path, most, form, effort = "/v1/messages", "max_tokens", "output_config.format", "output_config.effort"
 
     def body(self, **fields: Any) -> Json:
@@ -364,4 +364,4 @@ class Messages(Api):
         return {**message, **delta["delta"], "usage": delta["usage"]}
 
 
-CHAT, RESPONSES, MESSAGES = APIS = Chat(), Responses(), Messages()
+CHAT, RESPONSES, MESSAGES = APIS = ChatApi(), ResponsesApi(), MessagesApi()
