@@ -85,7 +85,7 @@ class Said(NamedTuple):
 class Api:
     """One API. `path`, names of fields, and the shapes of its answers."""
 
-    path = most = form = effort = ""  # of fields: the bound of an answer, its form, how much to think
+    path = most = form = ""  # names of fields: the bound of an answer, and its form
 
     def body(self, **fields: Any) -> Json:
         raise NotImplementedError
@@ -159,7 +159,7 @@ def _arguments(text: str) -> Any:
 
 
 class ChatApi(Api):
-    path, most, form, effort = "/v1/chat/completions", "max_tokens", "response_format", "reasoning_effort"
+    path, most, form = "/v1/chat/completions", "max_tokens", "response_format"
 
     def body(self, **fields: Any) -> Json:
         return {"messages": [{"role": "user", "content": QUESTION}], **fields}
@@ -225,7 +225,7 @@ def _usage_in(events: list[Json]) -> Json:
 
 
 class ResponsesApi(Api):
-    path, most, form, effort = "/v1/responses", "max_output_tokens", "text.format", "reasoning.effort"
+    path, most, form = "/v1/responses", "max_output_tokens", "text.format"
 
     def body(self, **fields: Any) -> Json:
         return {"input": QUESTION, **fields}
@@ -290,7 +290,7 @@ FINISHES = {
 
 
 class MessagesApi(Api):
-    path, most, form, effort = "/v1/messages", "max_tokens", "output_config.format", "output_config.effort"
+    path, most, form = "/v1/messages", "max_tokens", "output_config.format"
 
     def body(self, **fields: Any) -> Json:
         return {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 600, **fields}

@@ -87,6 +87,7 @@ def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(
         served.engine.hold()
         connection = served.send("/v1/completions", completion(["x" * 20_000] * 3, max_tokens=LONG))
         assert first.wait(DEADLINE_S)
+        until(lambda: served.engine.num_open == 1, "the engine has the first one")
         connection.close()
         until(
             lambda: served.engine.num_open == 0, "the first one is cancelled while the worker is still busy"
