@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
-from penstock.contract import Adapter
+from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine
@@ -184,6 +184,7 @@ def _assemble(setup: _Setup) -> Engine:
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
+    kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
     _capture(setup, executor)
@@ -202,14 +203,13 @@ def _assemble(setup: _Setup) -> Engine:
             cache=cache,
             arena=storage.arena,
             lanes=tuple(setup.lanes),
-            vocab=dims.vocab,
-            max_model_len=sizes.max_model_len,
+            limits=PromptLimits(sizes.max_model_len, dims.vocab, kv_tokens),
             max_open=budget.max_batch * _WAITING_PER_ROW,
             seed=config.engine.seed,
             sampling=loaded.sampling,
             grammars=grammars,
             residency=sizes.residency,
-            resident_blocks=budget.deep_blocks or models.num_blocks,
+            resident_tokens=(budget.deep_blocks or models.num_blocks) * cache.block_tokens,
             scoring=scoring,
             sanitizer=setup.sanitizer,
             speculation=speculation,

@@ -69,7 +69,7 @@ class Scripted:
         self._events = events
         self._ends = ends
 
-    def submit(self, prompt, sampling, listener, adapter=None):
+    def submit(self, asked, listener):
         self.listener = listener
         for event in self._events:
             listener(event)

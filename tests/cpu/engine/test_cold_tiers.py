@@ -12,7 +12,7 @@ import pytest
 
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
-from penstock.errors import DeadlineExceeded, StoreFailed
+from penstock.errors import DeadlineExceeded
 from penstock.kv import build as build_module
 from penstock.kv.tiers.reads import Fetch
 from penstock.testing.stores import HandClock, MemoryStore
@@ -277,20 +277,6 @@ def test_a_store_is_asked_once_for_each_request(
     settle_all(engine)
 
 
-def test_a_flush_says_what_could_not_be_persisted(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    shared.die()
-    generate(engine, prompts(100))
-    settle_all(engine)
-    persisting = engine.cache.persist()
-    assert persisting is not None
-    until(engine, lambda: persisting.settled)
-    assert isinstance(persisting.error, StoreFailed)
-    settle_all(engine)
-
-
 @pytest.mark.parametrize(
     ("admission", "after_one", "after_two"), [("always", 6, 6), ("reuse", 0, 6), ("evict", 0, 0)]
 )
@@ -321,56 +307,12 @@ def test_blocks_that_are_about_to_leave_host_memory_are_written_first(
     assert again.source is not None and again.source.ssd == 96, "six blocks in thirty-two slots are long gone"
 
 
-def test_a_reset_of_the_disk_is_for_good(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
-    engine = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    generate(engine, prompts(100))
-    only_colder(engine)
-    resetting = engine.cache.reset(["ssd"])
-    until(engine, lambda: resetting.settled)
-    assert resetting.forgotten == {"ssd": 6} and resetting.error is None
-    assert generate(engine, prompts(100)).source == KvSource(computed=100)
-
-
 def prefetch(engine: Engine, prompt: list[int]) -> Fetch:
     prefix = engine.cache.prefix_of(prompt)
     assert prefix is not None
     fetch = engine.cache.prefetch(prefix, "somebody who thinks")
     assert fetch is not None
     return fetch
-
-
-def test_blocks_of_a_real_disk_come_ahead_of_anybody(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine(host_blocks=128, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    cold = generate(engine, prompts(200))
-    only_colder(engine)
-    before = engine.cache.cold_tiers["ssd"].counts.num_read
-    fetch = prefetch(engine, prompts(200))
-    settle_all(engine)
-    assert fetch.settled and fetch.num_blocks == fetch.num_came == 12
-    assert engine.cache.cold_tiers["ssd"].counts.num_read - before == 12
-    warm = generate(engine, prompts(200))
-    assert warm.source == KvSource(host=192, computed=8) and warm.tokens == cold.tokens
-
-
-def test_damage_on_a_real_disk_ends_it_and_the_rest_is_computed(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine(host_blocks=128, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    cold = generate(engine, prompts(200))
-    only_colder(engine)
-    for path in tmp_path.glob("penstock-*.kv"):
-        content = bytearray(path.read_bytes())
-        for at in range(4096 + 200, len(content), 4096):
-            content[at] ^= 0xFF
-        path.write_bytes(bytes(content))
-    fetch = prefetch(engine, prompts(200))
-    settle_all(engine)
-    assert fetch.settled and fetch.num_came == 0 < fetch.num_blocks
-    assert engine.stats().traffic.checksum_failures["ssd"] > 0  # type: ignore[union-attr]
-    warm = generate(engine, prompts(200))
-    assert warm.tokens == cold.tokens and warm.source == KvSource(computed=200)
 
 
 def far_away(make_engine: MakeEngine, prompts: Prompts, **settings: float) -> tuple[Engine, Collected]:
@@ -401,38 +343,6 @@ def test_a_read_that_hangs_keeps_nobody_waiting(
     engine.check()
 
 
-def test_a_request_that_comes_while_it_is_read_for_shares_the_read(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, cold = far_away(make_engine, prompts)
-    shared.calls.clear()
-    with held(shared, "read"):
-        fetch = prefetch(engine, prompts(100))
-        until(engine, lambda: fetch.num_blocks == 6)
-        warm = submit(engine, prompts(100))
-        until(engine, lambda: states(engine).get("loading") == 1)
-        assert not warm.tokens
-    run_all(engine)
-    assert warm.tokens == cold.tokens and warm.source == KvSource(remote=96, computed=4)
-    settle_all(engine)
-    assert shared.calls.count("read") == 1, "six small blocks are one group"
-
-
-def test_a_reset_while_it_is_read_for_is_for_good(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, cold = far_away(make_engine, prompts)
-    with held(shared, "read"):
-        fetch = prefetch(engine, prompts(100))
-        until(engine, lambda: fetch.num_blocks == 6)
-        resetting = engine.cache.reset(["host", "remote"])
-    until(engine, lambda: resetting.settled)
-    settle_all(engine)
-    assert fetch.settled and not shared.blocks and engine.stats().kv_blocks["host"]["idle"] == 0
-    again = generate(engine, prompts(100))
-    assert again.source == KvSource(computed=100) and again.tokens == cold.tokens
-
-
 def test_an_engine_that_closes_over_a_read_that_hangs_says_so_and_closes_later(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
 ) -> None:
@@ -446,17 +356,3 @@ def test_an_engine_that_closes_over_a_read_that_hangs_says_so_and_closes_later(
         assert not fetch.settled
     engine.close(20.0)
     assert fetch.settled
-
-
-def test_a_store_that_dies_is_not_asked_to_read_ahead(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, cold = far_away(make_engine, prompts)
-    shared.die()
-    fetch = prefetch(engine, prompts(100))
-    settle_all(engine)
-    assert fetch.settled and fetch.num_blocks == 0 and not engine.cache.cold_tiers["remote"].usable
-    prefix = engine.cache.prefix_of(prompts(100))
-    assert prefix is not None and engine.cache.prefetch(prefix, "again") is None, "it is fenced off"
-    assert generate(engine, prompts(100)).tokens == cold.tokens
-    assert store_of(engine, "remote") is shared

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.contract import FinishReason
 from penstock.engine import engine as engine_module
 from penstock.engine import outbox as outbox_module
 from penstock.engine.engine import Engine
@@ -40,14 +39,6 @@ def test_hits_misses_evictions_and_duplicates_are_told_apart(
     ask(5, seed=2)  # three idle and five free
     ask(4, seed=3)  # four of those have to go: the end of the first prompt, then the end of the second
     assert found == [(0, 3, 0, 0), (3, 3, 0, 0), (3, 6, 0, 3), (3, 11, 0, 3), (3, 15, 4, 3)]
-
-
-def test_steps_and_tokens_are_counted_once(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(prefill_chunk=16)
-    generate(engine, prompts(40), max_tokens=5)
-    stats = engine.stats()
-    assert (stats.steps, stats.generated_tokens, stats.prompt_tokens["computed"]) == (3 + 4, 5, 40)
-    assert (sum(stats.ttft.counts), sum(stats.inter_token.counts), stats.retractions) == (1, 4, 0)
 
 
 def test_time_counts_as_exposed_while_a_request_loads_and_only_then(
@@ -99,23 +90,6 @@ def test_a_request_that_lies_in_the_inbox_waits_for_its_first_token(
         run_all(engine)
     assert len(answer.tokens) == 1
     assert engine.stats().ttft.total == 7.0
-
-
-def test_a_request_without_a_token_has_no_time_to_its_first(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    cancelled = submit(engine, prompts(20))
-    engine.cancel(cancelled.request_id)
-    run_all(engine)
-    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, (
-        "nothing of its prompt was found or computed"
-    )
-    scored = generate(engine, prompts(20), max_tokens=0, prompt_logprobs=0)
-    assert (cancelled.finish, scored.finish) == (FinishReason.CANCELLED, FinishReason.LENGTH)
-    assert sum(engine.stats().ttft.counts) == 0
-    generate(engine, prompts(20))
-    assert sum(engine.stats().ttft.counts) == 1
 
 
 def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(

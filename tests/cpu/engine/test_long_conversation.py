@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.contract import SamplingParams, SnapshotRequest, TokenEvent
+from penstock.contract import SamplingParams, SnapshotRequest, Submission, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models import loader
@@ -76,7 +76,7 @@ def answer(engine: Engine, prompt: list[int]) -> Collected:
         if event.finish is not None:
             done.set()
 
-    engine.submit(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), hear)
+    engine.submit(Submission(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)), hear)
     assert done.wait(600.0) and collected.error is None
     return collected
 

@@ -17,9 +17,7 @@ import torch
 
 from penstock.config import Config
 from penstock.contract import KvSource
-from penstock.engine.build import _scope
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv import build as build_module
 from penstock.kv.blocks.key import Scope
 from penstock.models.layers import rope_table
@@ -143,12 +141,6 @@ def test_yarn_stretches_pairs_by_their_turns_in_the_trained_context(
         assert found == pytest.approx(plain * (1 - share) + plain / factor * share, rel=1e-4)
 
 
-def test_a_scheme_that_follows_from_a_length_has_no_table_without_one() -> None:
-    for name in ("dynamic", "longrope"):
-        with pytest.raises(InvariantBroken, match="without the length of the run"):
-            rope_table(config_of(SCHEMES[name]))
-
-
 def test_a_scheme_says_how_far_a_context_may_reach() -> None:
     reach = {
         name: (config.default_len, config.max_position)
@@ -170,29 +162,6 @@ def test_a_scheme_says_how_far_a_context_may_reach() -> None:
     assert (within.default_len, within.max_position) == (2048, 2048), (
         "what the config states, though yarn stretches to less"
     )
-
-
-def test_only_yarn_llama3_and_longrope_ask_what_a_context_was_before() -> None:
-    """Dynamic positions grow from what a config states, whatever it says of earlier; `transformers` does the
-    same."""
-    for kind in ("linear", "dynamic"):
-        rope = {"rope_type": kind, "factor": 4.0}
-        assert config_of({**rope, "original_max_position_embeddings": 512}) == config_of(rope)
-        assert config_of(rope, original_max_position_embeddings=512) == config_of(rope)
-
-
-def test_both_spellings_and_both_places_say_the_same() -> None:
-    plain = config_json(TINY_LLAMA)
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 512}
-    spellings: list[dict[str, Any]] = [
-        {"rope_scaling": {"type": "yarn", **yarn}},
-        {"rope_scaling": {"rope_type": "yarn", **yarn}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, **yarn}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 512},
-    ]
-    assert len({parse_config({**plain, **spelling}, "config.json") for spelling in spellings}) == 1
-    su, longrope = ({**SCHEMES["longrope"], "rope_type": name} for name in ("su", "longrope"))
-    assert config_of(su) == config_of(longrope)
 
 
 # --------------------------------------------------------------------------------------------- with an engine
@@ -238,30 +207,6 @@ def test_cached_kv_of_one_table_is_not_read_under_another(
     assert [one.source for one in found] == expected[scheme]
     again = answer(started(limited(config, lengths[0])), prompt)
     assert again.source == read and again.tokens == found[0].tokens, "the same table finds its KV"
-
-
-def test_a_longer_context_than_the_scheme_reaches_is_refused(
-    tmp_path: Path,
-    started: Callable[[Config], Engine],  # noqa: F811
-) -> None:
-    config = serving(with_rope(tmp_path, SCHEMES["linear"]))
-    with pytest.raises(ConfigError, match="--max-model-len 2049 exceeds the 2048 positions"):
-        started(limited(config, 2049))
-
-
-def test_the_whole_scope_differs_where_the_table_does(
-    tmp_path: Path,
-    started: Callable[[Config], Engine],  # noqa: F811
-) -> None:
-    config = serving(with_rope(tmp_path, SCHEMES["longrope"]))
-    digests = []
-    for length in (64, 65):
-        parts = started(limited(config, length)).parts
-        model = parts.executor.target.model
-        digests.append(_scope(model, parts.arena.layout))
-    assert (
-        digests[0].position_scheme != digests[1].position_scheme and digests[0].weights != digests[1].weights
-    )
 
 
 def test_scaling_is_part_of_the_identity_of_weights_and_the_default_context_is_not() -> None:

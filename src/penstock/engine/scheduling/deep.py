@@ -236,7 +236,7 @@ class Deep:
             return 0
         num_fitting = self._num_after_paging(running, num_tokens, fence)
         if (resident := self._deciding(running)) is not None:
-            resident.tau = self._contexts.tau
+            resident.scorings.tau = self._contexts.tau
             running.table.close_scope(running.num_planned)
             self._rearrange(running, resident, num_fitting, fence)
             if resident.is_filling(running.table):

@@ -10,7 +10,6 @@ import pytest
 
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.conversations import Conversations
-from penstock.engine.scheduling.on_device import OnDevice
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -61,16 +60,6 @@ def test_a_long_conversation_begins_where_all_take_three_quarters_of_the_device(
     world.close()
 
 
-def test_it_begins_when_those_that_are_under_way_have_ended() -> None:
-    world, runs = under_way()
-    world.submit([2, 2, 2], 9, ignore_eos=True)
-    waits = world.submit(B, 12)
-    assert begun(world, waits) == []
-    world.cancel(runs)
-    assert begun(world, waits) == [waits]
-    world.close()
-
-
 @pytest.mark.parametrize(
     ("prompt", "begins"),
     [
@@ -111,14 +100,6 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(
     world.now_s += late_s
     newest = world.submit([*C[:12], 1], 1)
     assert begun(world, waits, newest) == ([waits] if begins else [newest]), "there is no room for both"
-    world.close()
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_nobody_begins_later_in_order_of_arrival(measured: bool) -> None:
-    world, _ = under_way(bound_s=0.0, measured=measured)
-    waits, _ = world.submit(B, 12), world.submit(C, 12)
-    assert begun(world, waits) == [waits]
     world.close()
 
 
@@ -174,15 +155,6 @@ def test_one_that_was_just_answered_is_under_way_for_some_plans(monkeypatch: pyt
     world.close()
 
 
-def test_it_begins_where_nobody_runs_whose_end_could_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = answered(monkeypatch, 1000)
-    waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
-    assert begun(world, waits) == []
-    world.cancel(world.admitted[-1])
-    assert not world.scheduler.running.requests and begun(world, waits) == [waits]
-    world.close()
-
-
 def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its 5 blocks and the 7 of the one that begins are three quarters; with the answered one they would be
     more."""
@@ -229,13 +201,6 @@ def test_nobody_of_a_lower_priority_goes_ahead_of_one_that_begins_later() -> Non
     assert begun(world, waits, other) == []
     world.finish()
     assert world.admitted[-2:] == [waits, other]
-    world.close()
-
-
-def test_it_does_not_wait_for_conversations_of_a_lower_priority() -> None:
-    world, _ = under_way(priority=1)
-    waits, other = world.submit(B, 12), world.submit(C, 12, priority=1)
-    assert begun(world, waits, other) == [waits]
     world.close()
 
 
@@ -286,25 +251,6 @@ def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(
     assert num_late > 20 and seen["overtakes"] > 10
 
 
-def test_a_plan_looks_at_one_of_many_that_would_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, _ = under_way(C[:12])
-    ids = [world.submit([number % 6 + 1, number // 6 % 6 + 1, *B[:12]], 12) for number in range(36)]
-    for _ in range(11):
-        world.plan()
-        while len(world.in_flight) > 1:
-            world.commit()
-    looked: list[str] = []
-    find = OnDevice.find
-    monkeypatch.setattr(
-        OnDevice, "find", lambda self, waiting: looked.append(waiting.request.id) or find(self, waiting)
-    )
-    other = world.submit([*C[:12], 1], 1)
-    assert begun(world, *ids, other) == [other] and len(looked) <= 7, (
-        "four whose turn it is, the first of those, and the other twice"
-    )
-    world.close()
-
-
 def two_that_run(
     monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8, bound_s: float = BOUND_S
 ) -> tuple[World, str]:
@@ -331,14 +277,6 @@ def answer(world: World, talk: str) -> None:
 def is_held_back(world: World, request_id: str) -> bool:
     planned(world)
     return request_id in world.in_line()
-
-
-def test_one_that_was_cancelled_is_not_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, talk = two_that_run(monkeypatch)
-    other = world.submit(B, 1)
-    world.cancel(talk)
-    assert not is_held_back(world, other)
-    world.close()
 
 
 @pytest.mark.parametrize(("dear_tokens", "held"), [(11, True), (12, True), (13, False)])
@@ -405,21 +343,6 @@ def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_com
         world.commit()
         wanted.append(kept(world))
     assert wanted == [2, 2, 0, 0]
-    world.close()
-
-
-def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_what_older_requests_want(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world, talk = two_that_run(monkeypatch, C[:8])
-    newest_s = max(asked.request.arrival_s for asked in world.asked.values())
-    answer(world, talk)
-    (want,) = world.cache.pool.idle.wants
-    assert want.rank == newest_s
-    pool = world.cache.pool
-    assert pool.keys(pool.coldest(2)) == list(reversed(world.cache.prefix_of(C[:8]).keys)), (
-        "nobody wants those"
-    )
     world.close()
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from penstock.contract import FinishReason, KvSource, Match, Sampled
+from penstock.contract import KvSource, Match, Sampled
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.stages import State, begin
-from penstock.errors import InvariantBroken
-from tests.pure.engine.scheduling import scheduler_faults as faults
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, Make, planned, shape
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
@@ -73,53 +70,7 @@ def test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it(mak
     world.close()
 
 
-def test_a_request_that_scores_its_prompt_ends_even_if_it_is_pushed_out_behind_its_last_step() -> None:
-    world = World(num_slots=5, prefill_chunk=8, overcommit=4.0)
-    world.submit(A[:8], 8, ignore_eos=True)
-    scored = world.submit(B[:8], 0, prompt_logprobs=0)
-    while not world.scheduler.counts.retractions:
-        planned(world)
-    assert shape(world.in_flight[1]) == [("r0", 8, 1), (scored, 0, 8)], "its whole prompt is in flight"
-    world.close()
-    assert world.outcome(scored) == ([], FinishReason.LENGTH) and len(world.asked[scored].lives) == 1
-
-
 # ----------------------------------------------------------------------------------------------------- faults
-
-RED: list[tuple[Make, Callable[..., None]]] = [
-    (faults.RetractsTheOldest, test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on),
-    (faults.SealsForAnEarlierLife, test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it),
-]
-
-
-@pytest.mark.parametrize(
-    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
-)
-def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make], None]) -> None:
-    with pytest.raises((AssertionError, InvariantBroken)):
-        test(fault)
-
-
-def test_colder_tiers_are_asked_once_in_each_life() -> None:
-    """What another request has saved meanwhile may be what it needs to come back."""
-    world = World(num_slots=6, overcommit=2.0)
-    asked: Counter[str] = Counter()
-    lease = world.cache.lease
-
-    def counted(owner: str, *given: object) -> object:
-        asked[owner] += 1
-        return lease(owner, *given)  # type: ignore[arg-type]
-
-    ids = [world.submit(prompt[:4], 12, ignore_eos=True) for prompt in (A, B)]
-    world.cache.lease = counted  # type: ignore[method-assign,assignment]
-    while not world.scheduler.counts.retractions:
-        world.plan()
-        if len(world.in_flight) > 1:
-            world.commit()
-    assert [asked[i] for i in ids] == [1, 1]
-    world.cache.reset(["device"])  # it has as little there as when it was asked for
-    world.close()
-    assert [asked[i] for i in ids] == [1, 2]
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -178,23 +129,6 @@ def states(world: World, *request_ids: str) -> list[str]:
     return [world.state_of(request_id) for request_id in request_ids]
 
 
-# Holds invariant 17: what was promised at admission can be drawn, however many outlive their promises.
-def test_as_many_run_as_fit_by_what_they_are_expected_to_write() -> None:
-    world = a_world(num_slots=8)
-    for at in range(4):
-        ask(world, A[at : at + 4], 24)
-    world.plan()
-    assert len(world.cache.tables) == 4, "their whole lives take seven blocks each"
-    world.close()
-
-
-def test_a_request_that_outlives_its_promise_gets_more_where_there_is_room() -> None:
-    world = a_world()
-    ask(world, A[:4], 40)
-    world.close()
-    assert world.scheduler.counts.retractions == 0
-
-
 def test_one_that_has_outlived_its_promise_leaves_and_one_within_its_own_stays() -> None:
     """The younger one was promised all of its life. The older one needs a block more than there is: it makes
     way itself."""
@@ -206,15 +140,6 @@ def test_one_that_has_outlived_its_promise_leaves_and_one_within_its_own_stays()
     assert states(world, older, younger) == ["retracted", "running"]
     world.close()
     assert num_retractions(world) == {older: 1}
-
-
-def test_of_those_that_have_outlived_their_promises_the_youngest_leaves() -> None:
-    world = a_world(num_slots=8)
-    first, second, third = (ask(world, prompt[:4], 24) for prompt in (A, B, C))
-    while not world.scheduler.counts.retractions:
-        assert world.step()
-    assert states(world, first, second, third) == ["running", "running", "retracted"]
-    world.close()
 
 
 def test_a_lower_priority_leaves_first_though_it_came_first() -> None:
@@ -267,23 +192,3 @@ def test_one_that_was_pushed_out_is_not_starved_by_those_that_keep_coming(num_ho
         num_turns += 1
         assert num_turns < 400, "it is starved"
     world.close()
-
-
-@pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
-def test_what_is_computed_again_is_no_more_than_what_is_written(num_host: int) -> None:
-    """Of each request, prompts aside: since what it has written doubles between two retractions."""
-    world = a_world(num_slots=10, num_host=num_host)
-    for at in range(6):
-        ask(world, A[at : at + 4], 36)
-    world.close()
-    computed = Counter[str]()
-    for plan in world.plans:
-        for chunk in plan.chunks:
-            computed[chunk.request_id] += len(chunk.tokens)
-    retractions = num_retractions(world)
-    assert sum(retractions.values()) > 0
-    for request_id, num in computed.items():
-        assert num <= 2 * 36 + 4 * (1 + retractions[request_id]) + retractions[request_id] * BLOCK
-    if num_host > 10:
-        most = 6 * (36 + 4) + 2 * sum(retractions.values())
-        assert sum(computed.values()) <= most, "what was saved is not computed again"

@@ -93,26 +93,6 @@ def test_somebody_who_wants_the_blocks_that_are_leaving_does_not_keep_the_next_o
     world.close()
 
 
-def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> None:
-    """Every eighth plan looks: until then nothing has left, and from then on what only the device has is on
-    its way, once."""
-    world = full(num_host=4)
-    runs = world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
-    planned(world)
-    waits = world.submit(D, 8, ignore_eos=True)  # six blocks: it has to wait for the end of the first
-    left: list[int] = []
-    note_moves(world, lambda slots: left.append(len(slots)))
-    moved = []
-    for _ in range(10):
-        world.commit()
-        world.plan()
-        moved.append(sum(left))
-    assert moved == [0] * 7 + [4] * 3
-    assert (world.state_of(runs), world.state_of(waits)) == ("running", "waiting")
-    world.finish()
-    world.close()
-
-
 # Holds invariant 17: running requests draw what they were promised.
 def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
     world = full(num_host=24)
@@ -185,38 +165,6 @@ def test_answers_wait_for_nothing_and_take_nobodys_only_copy(monkeypatch: pytest
         world.plan()
     assert not lost and tiers_of(world).host.pool.num_keys >= 2, "what had to go was saved in time"
     world.close()
-
-
-def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> None:
-    """What host memory has can go when it is admitted: until then somebody may come who finds it on the
-    device."""
-    world = full(num_host=24)
-    world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
-    planned(world)
-    waits = world.submit(D, 8, ignore_eos=True)
-    for _ in range(10):
-        world.commit()
-        world.plan()
-        assert world.cache.stats().slots["device"].idle == 4 and world.state_of(waits) == "waiting"
-    world.close()
-
-
-def test_slots_are_not_made_free_out_of_what_the_next_one_has_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_answers(monkeypatch, 3)
-    world = World(
-        num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0
-    )
-    tiers_of(world).loads.costs.prefill.add(100, 0.0, 1.0)
-    world.submit(B, 1, ignore_eos=True)
-    world.finish()
-    # four blocks, two at once; two slots are free then, and B has the others
-    world.submit(A[:8], 9, ignore_eos=True)
-    planned(world)
-    again = world.submit([*B, 1], 1)
-    planned(world)
-    assert world.admitted[-1] == again
-    world.close()
-    assert source_of(world, again).device == 16
 
 
 def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
