@@ -60,7 +60,7 @@ def test_requests_from_many_threads_are_all_served(engine: Engine, prompts: Call
     loop.start()
     ended = [Ended() for _ in range(12)]
     threads = [
-        threading.Thread(target=engine.submit, args=(prompts(10 + i, i), sampling(), e))
+        threading.Thread(target=engine.submit, args=(Submission(prompts(10 + i, i), sampling()), e))
         for i, e in enumerate(ended)
     ]
     for thread in threads:
