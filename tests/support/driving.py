@@ -155,3 +155,11 @@ def generate(
 def pass_of(engine: Engine, kind: type[_PassKind]) -> _PassKind:
     """The pass of this kind in every step of `engine`."""
     return next(one for one in engine.parts.executor.passes if isinstance(one, kind))
+
+
+def assert_same(found: Collected, right: Collected) -> None:
+    """The same tokens and scores, and the same end unless it was cancelled."""
+    assert found.error is None and found.tokens == right.tokens
+    assert found.finish in (right.finish, FinishReason.CANCELLED)
+    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
+        assert ours.token == theirs.token and abs(ours.logprob - theirs.logprob) <= 1e-4

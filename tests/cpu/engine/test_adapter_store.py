@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import LoraConfig
 from penstock.engine.adapters import AdapterStore, open_store
-from penstock.errors import ConfigError, HandleEnded, InvalidRequest, ModelError
+from penstock.errors import ConfigError, InvalidRequest, ModelError
 from penstock.models.adapters import AdapterFiles, adapter_files
 from penstock.models.lora import AdapterWeights
 
@@ -130,17 +130,6 @@ def test_weights_live_while_they_are_named_or_held(tmp_path: Path) -> None:
     assert set(store._weights) == {second.digest}
     with pytest.raises(InvalidRequest, match="no longer with this content"):
         store.hold(first)
-
-
-def test_a_hold_ends_exactly_once(tmp_path: Path) -> None:
-    store = store_in(None)
-    store.load("a", folder(tmp_path / "one"))
-    hold = store.try_hold("a")
-    assert hold is not None and store.try_hold("nobody") is None
-    hold.end()
-    with pytest.raises(HandleEnded):
-        hold.end()
-    assert store._num_holds.total() == 0
 
 
 # ---------------------------------------------------------------------------------------- as it is configured

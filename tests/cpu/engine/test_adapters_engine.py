@@ -4,8 +4,6 @@ content, before and after a reload; KV of one content is never taken for another
 from __future__ import annotations
 
 import gc
-import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,16 +13,13 @@ import pytest
 
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
 from penstock.contract import Adapter, FinishReason, SamplingParams, Submission, TokenEvent
-from penstock.engine.adapters import AdapterStore
-from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed
 from penstock.models.model import ModelConfig
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 from tests.support.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
-from tests.support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -280,61 +275,4 @@ def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(
         submit(engine, prompts(20), adapter=adapter)
     engine.close(timeout_s=20.0)
     assert open_at_the_end.finish is FinishReason.CANCELLED
-    check_nothing_held(engine)
-
-
-class Told:
-    """The tokens of one request, from another thread."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.done = threading.Event()
-
-    def __call__(self, event: TokenEvent) -> None:
-        self.tokens += event.tokens
-        if event.finish is not None:
-            self.done.set()
-
-
-def reload_until(stop: threading.Event, store: AdapterStore, directories: list[Path]) -> None:
-    for turn in itertools.count():
-        if stop.is_set():
-            return
-        store.load("tuned", directories[turn % len(directories)])
-        if turn % 5 == 4:
-            store.unload("tuned")
-
-
-def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: Path, expected: Any) -> None:
-    """A thread reloads one name with three contents in turn; whoever asks for the name gets the tokens of the
-    content it was given."""
-    directories = [write_random_adapter(tmp_path / f"content-{seed}", TINY_QWEN3, seed) for seed in (1, 2, 3)]
-    prompt = prompts(24)
-    engine = build(tiny_config())
-    digests = [engine.adapters.load("tuned", directory).adapter.digest for directory in directories]
-    right = dict(zip(digests, (expected(prompt, seed) for seed in (1, 2, 3)), strict=True))
-    loop, stop = EngineLoop(engine), threading.Event()
-    reloading = threading.Thread(target=reload_until, args=(stop, engine.adapters, directories))
-    loop.start()
-    reloading.start()
-    found: list[tuple[str, list[int]]] = []
-    try:
-        while len(found) < 30:
-            if (hold := engine.adapters.try_hold("tuned")) is not None:
-                told = Told()
-                with hold as adapter:
-                    engine.submit(
-                        Submission(
-                            prompt, SamplingParams(8, temperature=0.0, ignore_eos=True), adapter=adapter
-                        ),
-                        told,
-                    )
-                assert told.done.wait(60)
-                found.append((adapter.digest, told.tokens))
-    finally:
-        stop.set()
-        reloading.join()
-        loop.close(deadline_s=5.0)
-    assert loop.failed() is None
-    assert [tokens for _, tokens in found] == [right[digest] for digest, _ in found]
     check_nothing_held(engine)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import EVICTIONS, GIB, Config, KvConfig, OffloadConfig, SanitizeConfig
+from penstock.config import EVICTIONS, GIB, Config, OffloadConfig, SanitizeConfig
 from penstock.engine import build as build_module
 from penstock.engine import build as building
 from penstock.engine.build import build
@@ -156,38 +156,6 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_behind(tmp_path: Path) ->
 
 
 BLOCK_BYTES = block_bytes("tiny-qwen3", 16)
-
-# --------------------------------------------------------------------------------------------------- the line
-
-
-def test_a_request_is_overtaken_for_as_long_as_the_setting_says_and_never_where_all_wait_in_line(
-    make_engine: MakeEngine,
-) -> None:
-    for settings, bound_s in (
-        ({"max_overtaken_s": 7.0}, 7.0),
-        ({}, 60.0),
-        ({"scheduling": "fifo", "max_overtaken_s": 7.0}, 0.0),
-    ):
-        scheduler = make_engine(**settings).parts.scheduler
-        assert (scheduler.deep.budget.max_overtaken_s, scheduler.admission.line._bound_s) == (
-            bound_s,
-            bound_s,
-        )
-
-
-# ---------------------------------------------------------------------------------------------- device memory
-
-
-def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
-    engine = build(replace(tiny_config(), kv=KvConfig(block_tokens=32, device_gib=10 * BLOCK_BYTES / GIB)))
-    assert (engine.cache.block_tokens, engine.cache.num_blocks, engine.parts.arena.layout.block_tokens) == (
-        32,
-        5,
-        32,
-    )
-    assert engine.parts.executor.limits.block_tokens == 32 and engine.parts.executor.limits.max_table == 5
-    engine.close(timeout_s=20.0)
-
 
 # ------------------------------------------------------------------------------------------------ host memory
 

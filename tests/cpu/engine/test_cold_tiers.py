@@ -223,18 +223,6 @@ def test_a_cancel_during_a_read_returns_at_once_and_the_slots_stay_with_it(
     )
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    cold = generate(engine, prompts(100))
-    only_colder(engine)
-    with held(shared, "find"):
-        warm = generate(engine, prompts(100))
-    assert warm.tokens == cold.tokens and warm.source == KvSource(computed=100)
-    settle_all(engine)
-
-
 @pytest.mark.parametrize(("timeout_s", "patient_s"), [(1.0, 9.0), (30.0, 40.0)])
 def test_a_call_that_has_time_left_makes_no_store_unusable(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, timeout_s: float, patient_s: float
@@ -253,28 +241,6 @@ def test_a_call_that_has_time_left_makes_no_store_unusable(
         assert not tier.usable
     settle_all(engine)
     assert tier.usable
-
-
-@pytest.mark.parametrize("disk", [False, True])
-def test_a_store_is_asked_once_for_each_request(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, tmp_path: Path, disk: bool
-) -> None:
-    engine = make_engine(
-        host_blocks=64, remote="memory://", **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if disk else {})
-    )
-    generate(engine, prompts(100))
-    assert shared.calls.count("find") == 1, "it has nothing, and that is an answer"
-    only_colder(engine)
-    if disk:
-        store_of(engine, "ssd").reset()
-    shared.calls.clear()
-    assert generate(engine, prompts(100)).source == KvSource(remote=96, computed=4)
-    assert shared.calls.count("find") == 1
-    shared.calls.clear()
-    shared.lose()
-    assert generate(engine, prompts(100, seed=1)).source == KvSource(computed=100)
-    assert shared.calls.count("find") == 1
-    settle_all(engine)
 
 
 @pytest.mark.parametrize(

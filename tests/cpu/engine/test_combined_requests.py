@@ -3,7 +3,6 @@ gets alone."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +10,12 @@ import pytest
 
 from penstock.contract import (
     FinishReason,
-    Grammar,
-    Request,
-    SamplingParams,
-    Start,
     TokenLogprob,
 )
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampling import SamplePass
-from penstock.engine.scheduling.scheduler import Planned
 from penstock.errors import InvalidRequest
 from tests.support.driving import generate, pass_of, run_all, submit
 
@@ -115,25 +109,6 @@ def test_only_tokens_that_were_generated_count_towards_penalties(
         )
 
 
-def test_a_token_whose_id_is_zero_is_a_token_like_any_other(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """At the beginning of a prompt, of a chunk and of a step beside others, in rows whose last request ended
-    with another token."""
-    zeros = ([0], [0, 5, 9], [*prompts(8), 0, *prompts(7), 0], [0] * 20)
-    fresh = [make_engine(prefill_chunk=8, prefix_cache=False) for _ in zeros]
-    expected = [generate(engine, prompt).tokens for engine, prompt in zip(fresh, zeros, strict=True)]
-    used = make_engine(prefill_chunk=8, prefix_cache=False)
-    for _ in range(2):
-        for seed in range(5):
-            submit(used, prompts(9, seed), max_tokens=3, temperature=1.0, seed=seed)
-        run_all(used)
-        assert pass_of(used, SamplePass).sampler.last_tokens[:5].ne(0).all()
-        found = [submit(used, prompt) for prompt in zeros]
-        run_all(used)
-        assert [one.tokens for one in found] == expected
-
-
 @pytest.mark.parametrize(
     "penalty", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}], ids=str
 )
@@ -148,36 +123,6 @@ def test_a_penalty_counts_what_was_generated_before_a_retraction(
     expected = [generate(alone, prompt, max_tokens=30, **penalty).tokens for prompt in asked]
     assert [one.tokens for one in found] == expected
     assert expected[1] != generate(alone, asked[1], max_tokens=30).tokens, "the penalty changes something"
-
-
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 1.0, "seed": 3}, {"frequency_penalty": 2.0}, {"logprobs": 2}], ids=str
-)
-def test_the_request_that_came_last_counts(
-    make_engine: Callable[..., Engine],
-    prompts: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    sampling: dict[str, Any],
-) -> None:
-    alone = generate(make_engine(), prompts(20), **sampling)
-    engine = make_engine()
-    gone = Request(
-        "gone",
-        [1, 2, 3],
-        SamplingParams(max_tokens=4, temperature=1.0, seed=9, presence_penalty=-2.0, repetition_penalty=1.5),
-    )
-    plan = engine.parts.scheduler.plan
-
-    def planned(*args: Any, **named: Any) -> Planned:
-        made = plan(*args, **named)
-        if made.plan is None:
-            return made
-        starts = (start for own in made.plan.starts for start in (Start.of(own.row, gone, (5, 5)), own))
-        return made._replace(plan=dataclasses.replace(made.plan, starts=tuple(starts)))
-
-    monkeypatch.setattr(engine.parts.scheduler, "plan", planned)
-    found = generate(engine, prompts(20), **sampling)
-    assert (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
 
 
 def test_requests_beside_a_biased_one_are_as_they_are_alone(
@@ -276,19 +221,3 @@ def test_until_then_the_tokens_are_those_of_a_request_that_rules_the_ends_out(
         beside = submit(engine, prompts(20), max_tokens=12, ignore_eos=True, **draw)
         run_all(engine)
         assert found.tokens[:6] == expected and beside.tokens == plain
-
-
-def test_a_grammar_that_is_over_ends_the_answer_before(make_engine: MakeEngine, prompts: Prompts) -> None:
-    pytest.importorskip("llguidance", reason="structured output is an extra")
-    engine = make_engine()
-    for text in ('["ab"]', '["ab", "abcd"]'):
-        found = generate(
-            engine,
-            prompts(20),
-            max_tokens=20,
-            min_tokens=12,
-            ignore_eos=False,
-            seed=1,
-            grammar=Grammar("choice", text),
-        )
-        assert found.finish is FinishReason.STOP and bytes(found.tokens).decode() in ("ab", "abcd")

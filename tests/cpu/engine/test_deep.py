@@ -18,11 +18,10 @@ from penstock.contract import FinishReason, KvSource, StepPlan, Waits
 from penstock.engine import build as build_module
 from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
-from penstock.engine.execution.passes import PoisonPass
 from penstock.engine.execution.running_step import RunningStep
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
-from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from tests.support.driving import assert_same, generate, run_all, settle_all, submit, tiny_config
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -39,13 +38,6 @@ def full_engine(make_engine: Make, **settings: Any) -> Engine:
     return make_engine(blocks=256, host_blocks=256, max_model_len=2048, **settings)
 
 
-def assert_same(deep: Collected, full: Collected) -> None:
-    assert deep.error is None and full.error is None
-    assert deep.tokens == full.tokens
-    for ours, theirs in zip(deep.logprobs, full.logprobs, strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-
-
 @pytest.mark.parametrize("share", [4, 8])
 def test_a_sequence_larger_than_its_room_gives_what_the_full_cache_gives(
     share: int, make_engine: Make, prompts: Prompts
@@ -55,21 +47,6 @@ def test_a_sequence_larger_than_its_room_gives_what_the_full_cache_gives(
     engine = deep_engine(make_engine, LONG // share)
     assert_same(generate(engine, prompt, max_tokens=40, logprobs=3), full)
     assert engine.cache.stats().slots["device"].active == 0
-
-
-@pytest.mark.parametrize("share", [16, 64])
-def test_over_subscription_makes_no_difference(share: int, make_engine: Make, prompts: Prompts) -> None:
-    """The device itself has room for a small part of it."""
-    length, blocks = 64 * share, 8
-    settings = {"block_tokens": 8, "max_model_len": length + 64, "positions": 8192, "max_batch": 2}
-    prompt = prompts(length, seed=share)
-    full = generate(
-        make_engine(blocks=length // 8 + 16, host_blocks=16, **settings), prompt, max_tokens=9, logprobs=2
-    )
-    engine = make_engine(
-        blocks=blocks, host_blocks=length // 8 + length // 32, resident_tokens=8 * blocks, **settings
-    )
-    assert_same(generate(engine, prompt, max_tokens=9, logprobs=2), full)
 
 
 def test_only_its_last_blocks_are_on_the_device(make_engine: Make, prompts: Prompts) -> None:
@@ -160,17 +137,6 @@ def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts
             assert ours.source.host >= 0.97 * (len(prompt) - 100), ours.source
         prompt = [*prompt, *ours.tokens, *prompts(60, seed=turn)]
         settle_all(engine)
-
-
-def test_what_fitted_on_the_device_may_grow_beyond_its_room(make_engine: Make, prompts: Prompts) -> None:
-    """The first turn was no deep request, and host memory may not have its blocks."""
-    engine, full = deep_engine(make_engine, 512), full_engine(make_engine)
-    prompt = prompts(400)
-    first = generate(engine, prompt, max_tokens=10)
-    prompt = [*prompt, *first.tokens, *prompts(600, seed=9)]
-    ours = generate(engine, prompt, max_tokens=10, logprobs=1)
-    assert_same(ours, generate(full, prompt, max_tokens=10, logprobs=1))
-    assert ours.source is not None and ours.source.computed <= 600 + 16
 
 
 @pytest.mark.parametrize("turns", [1, 3, 6, 10, 30])
@@ -268,16 +234,6 @@ def test_the_longest_sequence_that_is_accepted_runs(
     engine = make_engine(blocks=64, host_blocks=host_blocks, resident_tokens=256)
     assert engine.max_model_len == most
     assert generate(engine, prompts(most - 2), max_tokens=2).finish is FinishReason.LENGTH
-
-
-def test_what_a_deep_step_is_the_first_to_write_is_spoilt_before(make_engine: Make, prompts: Prompts) -> None:
-    """In checked mode: each of its blocks once, wherever its table begins."""
-    engine, spoilt = deep_engine(make_engine, 256), list[int]()
-    guard = types.SimpleNamespace(poison=lambda arena, slots: spoilt.extend(slots))
-    executor = engine.parts.executor
-    executor.passes = (PoisonPass(guard, executor.limits), *executor.passes)  # type: ignore[arg-type]
-    generate(engine, prompts(LONG), max_tokens=20)
-    assert len(spoilt) == -(-(LONG + 19) // 16)
 
 
 def test_a_long_sequence_is_read_in_several_pieces(

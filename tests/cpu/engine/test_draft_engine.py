@@ -32,6 +32,7 @@ from penstock.testing.sanitized import check_silent
 from tests.cpu.engine.test_tiers import forget, overlap_from, until
 from tests.support.driving import (
     Collected,
+    assert_same,
     generate,
     run_all,
     settle_all,
@@ -83,12 +84,6 @@ def make(device: str) -> Any:
         check_silent(sanitizer)
 
 
-def assert_same(found: Collected, right: Collected) -> None:
-    assert found.error is None and found.finish is right.finish and found.tokens == right.tokens
-    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
-        assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-
-
 def drafted(found: Collected) -> tuple[int, int]:
     """Tokens that were verified for it, and those that were kept."""
     return sum(event.drafted for event in found.events), sum(event.accepted for event in found.events)
@@ -97,18 +92,6 @@ def drafted(found: Collected) -> tuple[int, int]:
 def assert_all_kept(found: Collected) -> None:
     num, kept = drafted(found)
     assert num == kept > 0.4 * len(found.tokens)
-
-
-def assert_follows(engine: Engine, found: Collected) -> None:
-    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may
-    look."""
-    engine.parts.lanes[0].drain()
-    track = engine.parts.scheduler.running.requests[found.request_id]
-    num, layers = track.num_committed, BUILT_IN[TARGET].num_layers
-    pages = engine.parts.arena.tensor[torch.from_numpy(track.table.slots(num).astype("int64"))]
-    rows = pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num]
-    assert num > 20
-    torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------ never changes an answer
@@ -261,19 +244,6 @@ def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(
         assert_all_kept(found)
 
 
-def test_greedy_and_drawn_requests_share_steps_and_rows(make: Any, prompts: Prompts) -> None:
-    """A row that somebody who samples has left is a greedy request's as any other."""
-    engine = make(TARGET, max_batch=3)
-    options = (*DRAWN, {}, {}, {})
-    found = [
-        submit(engine, prompts(10 + n, seed=n), max_tokens=20 + 3 * n, **options[n])
-        for n in (0, 6, 2, 7, 3, 8, 5, 1, 4)
-    ]
-    run_all(engine)
-    for one in found:
-        assert_all_kept(one)
-
-
 def test_what_pads_a_step_drafts_for_nobody(
     make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,19 +260,6 @@ def test_what_pads_a_step_drafts_for_nobody(
     assert any(shape.num_beside for shape in engine.parts.executor.target.replays._captured)
     for one in found:
         assert_all_kept(one)
-
-
-def test_its_kv_is_the_targets_own_whatever_steps_are_made_of(make: Any, prompts: Prompts) -> None:
-    """Chunks of prompts alone, beside decodes, decodes with drafts: it has passed over every token."""
-    engine = make(TARGET, prefill_chunk=32)
-    found = [submit(engine, prompts(length, seed=length), max_tokens=60) for length in (100, 150, 7)]
-    for num in (1, 20, 50):
-        while len(found[1].tokens) < num:
-            engine.step()
-        for one in found:
-            if one.finish is None:
-                assert_follows(engine, one)
-    run_all(engine)
 
 
 def test_its_kv_is_found_again_on_the_device_and_in_host_memory(make: Any, prompts: Prompts) -> None:
@@ -436,32 +393,6 @@ def test_drafting_that_does_not_pay_goes_off_by_itself_and_later_requests_are_tr
             assert_same(one, wanted)
             assert 0 < drafted(one)[0] < 60
     engine.check()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_drafts_that_come_and_go_with_little_memory_change_no_answer(
-    seed: int, make: Any, prompts: Prompts
-) -> None:
-    """Drafts begin and end in any step, and what is decoded meanwhile is left out or not; requests are
-    retracted, go on, and come again as longer ones."""
-    chooser = random.Random(seed)
-    sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
-    plain, engine = make(None, **sizes), make(TARGET if seed % 2 else OTHER, **sizes)
-    speculation = forced(engine, is_on=False)
-    texts = [prompts(10 + 11 * n, seed=n) for n in range(6)]
-    for turn in range(2):
-        right = [generate(plain, text, max_tokens=50, **OPTIONS[n % 4]) for n, text in enumerate(texts)]
-        found = [submit(engine, text, max_tokens=50, **OPTIONS[n % 4]) for n, text in enumerate(texts)]
-        while engine.has_work():
-            if chooser.random() < 0.1:
-                speculation.is_on = chooser.random() < 0.5
-            if not engine.step():
-                engine.wait_work(0.01)
-        for one, wanted in zip(found, right, strict=True):
-            assert_same(one, wanted)
-        texts = [[*text, *one.tokens, 7 + turn] for text, one in zip(texts, found, strict=True)]
-    engine.check()
-    assert engine.stats().retractions > 1 and engine.parts.scheduler.counts.drafted_tokens > 20
 
 
 @pytest.mark.parametrize("is_on", [True, False], ids=["drafting", "later"])

@@ -65,17 +65,6 @@ def test_the_prefill_chunk_does_not_change_the_tokens(
     assert generate(make_engine(prefill_chunk=chunk), prompt).tokens == expected
 
 
-@pytest.mark.parametrize("block_tokens", [8, 32])
-def test_the_block_size_does_not_change_the_tokens(
-    make_engine: MakeEngine, prompts: Prompts, block_tokens: int
-) -> None:
-    prompt = prompts(70)
-    assert (
-        generate(make_engine(block_tokens=block_tokens), prompt).tokens
-        == generate(make_engine(), prompt).tokens
-    )
-
-
 def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,19 +225,6 @@ def test_requests_that_can_never_run_are_refused_where_they_are_submitted(
     with pytest.raises(InvalidRequest, match=message):
         submit(engine, prompt, **sampling)
     assert not engine.has_work()
-
-
-# --------------------------------------------------------------------------------------------------- stopping
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1, 2])
-def test_max_tokens_is_exact(make_engine: MakeEngine, prompts: Prompts, max_tokens: int) -> None:
-    engine = make_engine()
-    found = generate(engine, prompts(33), max_tokens=max_tokens)
-    assert len(found.tokens) == max_tokens
-    assert found.finish is FinishReason.LENGTH
-    assert found.source == KvSource(device=0, computed=33)
-    check_at_rest(engine)
 
 
 # --------------------------------------------------------------------------------------------------- sampling

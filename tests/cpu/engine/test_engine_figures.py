@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.engine import engine as engine_module
-from penstock.engine import outbox as outbox_module
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
 from tests.cpu.engine.test_tiers import forget, states, until
@@ -74,22 +73,6 @@ def test_time_counts_as_exposed_while_a_request_loads_and_only_then(
     generate(engine, prompts(40, seed=4), max_tokens=1)
     assert engine.is_transferring() and exposed_s(2) == 0.0, "nobody loads while a save is under way"
     save.let()
-
-
-def test_a_request_that_lies_in_the_inbox_waits_for_its_first_token(
-    make_engine: Callable[..., Engine], prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    now_s = 1000.0
-    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda seconds: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "time", clock)
-        patch.setattr(outbox_module, "time", clock)
-        answer = submit(engine, prompts(20), max_tokens=1)
-        now_s += 7.0  # nobody takes it
-        run_all(engine)
-    assert len(answer.tokens) == 1
-    assert engine.stats().ttft.total == 7.0
 
 
 def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import Adapter, FinishReason, SamplingParams, Submission, TokenEvent
-from penstock.engine import engine as engine_module
+from penstock.engine import cache_calls as calls_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest
@@ -321,7 +321,7 @@ def test_a_reset_and_a_flush_that_take_too_long_say_which_and_for_how_long(
 ) -> None:
     """Nobody runs the engine."""
     engine = make_engine(host_blocks=16)
-    monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.001)
+    monkeypatch.setattr(calls_module, "RESET_DEADLINE_S", 0.001)
     with pytest.raises(
         DeadlineExceeded, match=r"the cache was not reset within 0\.001 s; it continues in the background"
     ):
@@ -347,6 +347,6 @@ def test_what_can_be_waited_for_depends_on_the_tiers(
     loop = EngineLoop(durable)
     loop.start()
     for level in ("captured", "visible", "persisted"):
-        durable.wait_flushed(level, 30.0)  # type: ignore[arg-type]
+        durable.kv.wait_flushed(level, 30.0)  # type: ignore[arg-type]
     loop.close(20.0)
     assert begun == ["submit_saves", "submit_saves", "persist"]

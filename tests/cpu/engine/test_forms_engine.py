@@ -38,18 +38,6 @@ def answer(engine: Engine) -> tuple[KvSource | None, list[int]]:
     return found.source, list(found.tokens)
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
-def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(tmp_path: Path, weights: WeightsName) -> None:
-    """The first answer prefills 97 rows at once; the second computes one row, as a decode step would, over
-    the first one's KV."""
-    engine, sanitizer = build_sanitized(config_of(weights, tmp_path))
-    cold, again = answer(engine), answer(engine)
-    assert cold[0] == KvSource(computed=97) and again[0] == KvSource(device=96, computed=1)
-    assert cold[1] == again[1]
-    engine.close(timeout_s=20.0)
-    check_silent(sanitizer)
-
-
 def prompt_logprobs(config: Config, adapter: Path, adapted: bool) -> np.ndarray:
     lora = LoraConfig((("tuned", str(adapter)),))
     engine, sanitizer = build_sanitized(dataclasses.replace(config, lora=lora))

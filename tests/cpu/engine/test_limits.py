@@ -17,8 +17,7 @@ from penstock.engine.execution.batch import Drafted, Packer
 from penstock.engine.execution.passes import StepLimits
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import NUM_PARAMS, packed_width
-from penstock.errors import ConfigError, InvalidRequest, Overloaded
-from penstock.models.qwen3 import TINY_QWEN3
+from penstock.errors import InvalidRequest, Overloaded
 from tests.support.driving import block_bytes, generate, run_all, submit, tiny_config
 
 MakeEngine = Callable[..., Engine]
@@ -73,25 +72,6 @@ def test_as_many_requests_are_open_as_may_be_submitted_or_running(
 
 
 # ------------------------------------------------------------------------------------------------------ sizes
-
-
-@pytest.mark.parametrize(("wanted", "blocks", "said"), [
-    (TINY_QWEN3.max_position, 256, None),
-    (TINY_QWEN3.max_position + 1, 256, "exceeds the 2048 positions"),
-    (160, 10, None),
-    (161, 10, "does not fit into 10 KV blocks"),
-])  # fmt: skip
-def test_the_context_may_be_all_that_positions_and_memory_allow(
-    wanted: int, blocks: int, said: str | None
-) -> None:
-    config = tiny_config(blocks=blocks, max_model_len=wanted)
-    if said is not None:
-        with pytest.raises(ConfigError, match=said):
-            build(config)
-        return
-    engine = build(config)
-    assert engine.max_model_len == wanted
-    engine.close()
 
 
 def sized(config: Config, **offload: float | bool | None) -> dict[str, int]:

@@ -114,17 +114,6 @@ def test_all_that_closing_waits_for_has_one_deadline(
     assert given == {"snapshots": 20.0, "transfers": 8.0, "lane": left_s}
 
 
-def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[..., list[int]]) -> None:
-    loop = EngineLoop(engine)
-    loop.start()
-    ended = Ended()
-    engine.submit(Submission(prompts(10), sampling(max_tokens=100)), ended)
-    while not ended.tokens:
-        assert loop.beat_age_s() < 20
-    loop.close(30.0)
-    assert ended.wait().finish is FinishReason.LENGTH and len(ended.tokens) == 100
-
-
 # Holds invariant 25: the engine thread does not die silently.
 def test_a_failing_loop_ends_every_request_and_says_why(
     engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch

@@ -13,13 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config import Config, SpeculationConfig
-from penstock.contract import StepPlan
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution import warm
 from penstock.engine.execution.ahead import DraftPass
-from penstock.engine.execution.executor import Executor
-from penstock.engine.execution.running_step import RunningStep
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.length import StepCosts
@@ -27,7 +24,7 @@ from penstock.speculation.mtp import head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
 from tests.support.driving import (
-    Collected,
+    assert_same,
     generate,
     pass_of,
     run_all,
@@ -96,12 +93,6 @@ def pair(tmp_path: Path, device: str) -> Any:
         engine.close(timeout_s=20.0)
         if sanitizer is not None:
             check_silent(sanitizer)
-
-
-def assert_same(found: Collected, right: Collected) -> None:
-    assert found.error is None and found.finish is right.finish and found.tokens == right.tokens
-    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
-        assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "greedy")
@@ -215,38 +206,6 @@ def test_where_steps_are_slow_the_largest_are_not_measured(
     costs = warm.measured_costs(executor, 0, guessed)
     assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 4, 1, 4]
     assert costs.of(4) == pytest.approx(0.4) and costs.of(256) == pytest.approx(25.6)
-
-
-def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is launched before the one before it is read, by rows that are set up: setting them up takes
-    longer than a step does."""
-    _, engine = pair()
-    cache, executor, seen = engine.parts.cache, engine.parts.executor, list[str]()
-    table = cache.open("warm-up", None, 0)
-    assert table.try_extend(1)
-    plan = warm.decode_plan(
-        2, int(table.slots(1)[0]), executor.limits.block_tokens, executor.limits.num_ahead
-    )
-    launch, wait = Executor.launch, warm._wait_step
-
-    def launched(self: Executor, plan: StepPlan) -> RunningStep:
-        seen.append("launch and set up" if plan.starts else "launch")
-        return launch(self, plan)
-
-    def waited(step: RunningStep) -> None:
-        seen.append("read")
-        wait(step)
-
-    monkeypatch.setattr(Executor, "launch", launched)
-    monkeypatch.setattr(warm, "_wait_step", waited)
-    monkeypatch.setattr(warm, "_TIMED_STEPS", 3)
-    assert 0 < warm.step_s(executor, plan) < 1.0
-    assert seen == ["launch and set up", "read", "launch", *["launch", "read"] * 3, "read"]
-    monkeypatch.setattr(warm, "_MEASURED_S", 0.0)
-    seen.clear()
-    warm.step_s(executor, plan)
-    assert seen == ["launch and set up", "read"], "a slow one is run once"
-    table.release(engine.parts.lanes[0].record())
 
 
 class Shared(TorchDispatchMode):

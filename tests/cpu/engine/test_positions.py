@@ -141,29 +141,6 @@ def test_yarn_stretches_pairs_by_their_turns_in_the_trained_context(
         assert found == pytest.approx(plain * (1 - share) + plain / factor * share, rel=1e-4)
 
 
-def test_a_scheme_says_how_far_a_context_may_reach() -> None:
-    reach = {
-        name: (config.default_len, config.max_position)
-        for name, rope in SCHEMES.items()
-        for config in (config_of(rope),)
-    }
-    assert reach == {
-        "linear": (2048, 8192),
-        "dynamic": (2048, 8192),
-        "llama3": (2048, 2048),
-        "yarn": (2048, 2048),
-        "longrope": (2048, 2048),
-    }
-    beyond = config_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024})
-    assert (beyond.default_len, beyond.max_position) == (4096, 4096), (
-        "what yarn stretches to, though the config states less"
-    )
-    within = config_of({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 1024})
-    assert (within.default_len, within.max_position) == (2048, 2048), (
-        "what the config states, though yarn stretches to less"
-    )
-
-
 # --------------------------------------------------------------------------------------------- with an engine
 
 

@@ -17,7 +17,7 @@ from penstock.errors import StoreFailed
 from penstock.testing.stores import MemoryStore
 from tests.cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
 from tests.cpu.engine.test_failed_engine import asked, soon
-from tests.cpu.engine.test_tiers import states, turn, until
+from tests.cpu.engine.test_tiers import turn, until
 from tests.support.driving import generate, run_all, settle_all, submit
 from tests.support.gates import gates
 
@@ -139,25 +139,6 @@ def test_a_store_that_fails_to_reset_says_so_to_who_asked_and_nothing_else_ends(
     until(engine, lambda: reset.done())
     assert isinstance(reset.exception(), StoreFailed)
     assert generate(engine, prompts(SIX)).tokens == cold.tokens
-
-
-def test_a_request_that_was_leased_what_a_reset_takes_computes(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    cold = generate(engine, prompts(SIX))
-    only_colder(engine)
-    found = submit(engine, prompts(SIX))  # it has a lease, and waits in the inbox
-    with held(shared, "read"):  # which the reset overtakes
-        until(engine, lambda: states(engine).get("loading") == 1)
-        reset = resetting(engine, "device", "host", "remote")
-        until(engine, lambda: reset.done())
-    run_all(engine)
-    assert found.tokens == cold.tokens and found.source == KvSource(computed=SIX)
-    settle_all(engine)
-    engine.check()
 
 
 def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(

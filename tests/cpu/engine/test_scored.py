@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
-from penstock.contract import CacheHint, FinishReason, SamplingParams, Submission
+from penstock.contract import FinishReason
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.paging import PagedPass
@@ -26,8 +26,7 @@ from penstock.errors import TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
-from tests.support.driving import Collected, generate, pass_of, run_all, settle_all, submit
-from tests.support.recording import recorded
+from tests.support.driving import Collected, assert_same, generate, pass_of, run_all, settle_all, submit
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -52,12 +51,6 @@ def scored_engine(make_engine: Make, **settings: Any) -> Engine:
 
 def full_engine(make_engine: Make, **settings: Any) -> Engine:
     return make_engine(blocks=300, host_blocks=300, max_model_len=2048, **settings)
-
-
-def assert_same(ours: Collected, theirs: Collected) -> None:
-    assert ours.error is None and ours.tokens == theirs.tokens
-    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def assert_nothing_held(engine: Engine) -> None:
@@ -230,37 +223,6 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(
     assert looked > 100 and deep.finish is FinishReason.LENGTH
 
 
-def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    engine = scored_engine(make_engine)
-    with recorded(engine) as run:
-        generate(engine, prompts(LONG), max_tokens=100)
-    chunks = [chunk for plan in run.plans for chunk in plan.chunks]
-    decodes = [chunk for chunk in chunks if chunk.start >= LONG]
-    assert len(decodes) == 99
-    assert all(len(chunk.slots) <= RESIDENT // 16 for chunk in chunks)
-    assert all(chunk.num_elsewhere == -(-(chunk.start + 1) // 16) - len(chunk.slots) > 0 for chunk in decodes)
-    assert not any(chunk.num_paged for chunk in decodes if chunk.scoring is None or not chunk.scoring.recall)
-    assert 5 <= sum(chunk.scoring is not None for chunk in decodes) <= 8, "every sixteen tokens"
-    exact = [chunk for chunk in chunks if chunk.start < LONG]
-    assert not any(chunk.num_left_out for chunk in exact) and exact[-1].scoring is not None
-
-
-def test_a_short_prompt_may_have_a_long_answer(make_engine: Make, prompts: Prompts) -> None:
-    """What it writes is summed up and paged out as it goes on, and found again."""
-    engine = scored_engine(make_engine)
-    answers = [submit(engine, prompts(20, seed), max_tokens=700) for seed in (1, 2)]
-    while engine.has_work():
-        if not engine.step():
-            engine.wait_work(1.0)
-        engine.check()
-    assert all(answer.finish is FinishReason.LENGTH and len(answer.tokens) == 700 for answer in answers)
-    figures = engine.stats().residency
-    assert figures.parts_fetched >= 2 and figures.scorings >= 10
-    assert_nothing_held(engine)
-
-
 # ------------------------------------------------------------------------------------------------------ scope
 
 
@@ -364,24 +326,6 @@ def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(
     assert len(kept_of(engine)) == 1, "a turn replaces what the one before has left"
 
 
-def test_who_brings_more_than_the_window_takes_attends_to_all(
-    make_engine: Make, prompts: Prompts, no_exact_steps: None
-) -> None:
-    engine, prompt = scored_engine(make_engine), prompts(1024)
-    answer = generate(engine, prompt, max_tokens=70)
-    settle_all(engine)
-    window = 64 * engine.parts.scheduler.deep.budget.division.window  # type: ignore[union-attr]
-    num_kept = 16 * len(kept_of(engine)[0].keys)
-    for num_new, is_exact in ((window + 1, True), (window, False)):
-        num_steps = engine.stats().host_steps
-        longer = [*prompt, *answer.tokens][:num_kept] + prompts(num_new, seed=num_new)
-        again = generate(engine, longer, max_tokens=5)
-        assert (engine.stats().host_steps > num_steps) == is_exact
-        assert again.source is not None and again.source.computed == num_new + (
-            num_kept - 1024 if is_exact else 0
-        )
-
-
 def test_others_find_nothing_of_it(make_engine: Make, prompts: Prompts) -> None:
     """Neither another tenant, nor a request that attends to all, nor one with other tokens."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
@@ -411,33 +355,6 @@ def test_a_next_turn_says_that_it_is_scored_however_short_its_answer(
     longer = [*prompt, *answer.tokens, *prompts(40, seed=5)]
     going_on = generate(engine, longer, max_tokens=max_tokens)
     assert going_on.source is not None and going_on.source.host > 1024 and going_on.events[0].scored
-
-
-def in_session(engine: Engine, prompt: list[int], release: bool = False) -> Collected:
-    answer = Collected()
-    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
-    engine.submit(
-        Submission(prompt, params, session="agent", hint=CacheHint(release=release)), answer.events.append
-    )
-    run_all(engine)
-    settle_all(engine)
-    return answer
-
-
-def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from(
-    make_engine: Make, prompts: Prompts
-) -> None:
-    """A client sends back less than it was given, or other text, or asks again."""
-    engine, prompt = scored_engine(make_engine), prompts(1024)
-    for _ in range(2):
-        answer = in_session(engine, prompt)
-    in_session(engine, [*prompt, *answer.tokens[:50], *prompts(40, seed=1)])
-    assert len(kept_of(engine)) > 1
-    in_session(engine, [*prompt, *prompts(40, seed=2)], release=True)
-    for _ in range(5):
-        engine.step()
-    assert engine.stats().kv_blocks["host"]["idle"] == engine.stats().kv_blocks["device"]["idle"] == 0
-    assert not engine.cache.writeback._unshared
 
 
 @pytest.mark.parametrize("what", ["cancel", "retract", "close"])

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,9 +14,7 @@ import pytest
 
 from penstock.contract import FinishReason, Grammar
 from penstock.engine import build as build_module
-from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
-from penstock.engine.execution.masks import StepMasks
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import InvalidRequest
 from penstock.testing.sanitized import build_sanitized, check_silent
@@ -235,48 +232,6 @@ def test_what_is_hard_to_meet_ends_with_an_answer_an_error_or_a_refusal(
         answer.finish is FinishReason.ERROR and answer.error
     )
     assert beside.finish is FinishReason.LENGTH and len(beside.tokens) == 10
-
-
-def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, gate, inner = threading.Event(), threading.Event(), engine.grammars._vocabulary.source
-
-    def slow(grammar: Grammar) -> Any:
-        begun.set()
-        assert gate.wait(60)
-        return inner(grammar)
-
-    monkeypatch.setattr(engine.grammars._vocabulary, "source", slow)
-    future = engine.grammars.begin(Grammar("regex", "slow"))
-    try:
-        assert begun.wait(60)
-        assert len(generate(engine, PROMPT).tokens) == 8 and not future.done()
-    finally:
-        gate.set()
-    # it is there when it is asked for again
-    assert future.result(60) is engine.grammars.wait_compiled(Grammar("regex", "slow"))
-
-
-def test_the_wait_for_masks_is_timed_and_nobody_else_waits(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A clock that only a wait for masks moves."""
-    now = [0.0]
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
-    inner = StepMasks.wait_filled
-
-    def slow(self: StepMasks, lane: Any) -> Any:
-        now[0] += 1.0
-        return inner(self, lane)
-
-    monkeypatch.setattr(StepMasks, "wait_filled", slow)
-    before = engine.stats().blocked_s["mask"]
-    generate(engine, PROMPT)
-    assert engine.stats().blocked_s["mask"] == before
-    answer = constrained(engine, Grammar("regex", "[ab]{6}"))
-    run_all(engine)
-    assert len(text_of(engine, answer)) == 6
-    # once for each of its tokens, and once to learn that it is over
-    assert 6 <= engine.stats().blocked_s["mask"] - before <= 7
 
 
 def test_neither_a_thread_nor_a_process_outlives_an_engine_that_closes_while_a_grammar_is_being_compiled() -> (  # noqa: E501
