@@ -49,11 +49,10 @@ from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
     SAVED_QUANTILE,
     Lengths,
-    WholeLife,
     WrittenLengths,
 )
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import Opened, open_cache
@@ -188,10 +187,9 @@ def _assemble(setup: _Setup) -> Engine:
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
     _capture(setup, executor)
-    speculation, lengths = _speculation(setup, sizes.limits, executor), _lengths(config)
-    scheduler = Scheduler(
-        cache, budget, dims.eos_ids, cache.prefill, speculation, lengths, lambda: scoring.tau
-    )
+    speculation = _speculation(setup, sizes.limits, executor)
+    estimates = Estimates(cache.prefill, _lengths(config), lambda: scoring.tau)
+    scheduler = Scheduler(cache, budget, dims.eos_ids, speculation, estimates)
     return Engine(
         EngineParts(
             name=loaded.name,
@@ -505,7 +503,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
 def _lengths(config: Config) -> Lengths:
     """Without offloading a retracted request is computed again, so more blocks are promised to each."""
     if config.engine.admission == "lifetime":
-        return WholeLife()
+        return Lengths()
     return WrittenLengths(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
 
 

@@ -154,20 +154,6 @@ def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
 
 
-def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
-    world = World()
-    prompt, answer = talk(0, 1), [7, 8, 9, 10, 11]
-    request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
-    listener = world.sessions.follow(request, "", CacheHint(retain_s=60), lambda event: None)
-    for token in answer[:-1]:
-        listener(TokenEvent("r", (token,)))
-    listener(TokenEvent("r", (answer[-1],), finish=FinishReason.LENGTH))
-    world.run()
-    assert [want.prefix.keys for want in world.storage.wants] == [keys_of([*prompt, *answer[:-1]])]
-    content = world.sessions.content_of("", "chat")
-    assert content is not None and content.tokens == array("I", [*prompt, *answer]).tobytes()
-
-
 def test_a_session_goes_as_far_as_its_client_has_seen_and_no_later_request_is_cut() -> None:
     world = World()
     sessions, prompt = world.sessions, talk(0, 2)
@@ -226,19 +212,6 @@ def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> Non
     assert not world.storage.wants, "a shorter time counts"
     world.ends("chat", talk(0, 5), retain_s=0)
     assert world.figures.retained_blocks == 0
-
-
-def test_lighter_sessions_are_forgotten_first_and_of_equal_ones_the_oldest() -> None:
-    world = World()
-    for name, weight in [("a", Weight.HIGH), ("b", Weight.LOW), ("c", Weight.NORMAL), ("d", Weight.LOW)]:
-        world.now_s += 1
-        world.ends(name, talk(ord(name) * 10, 1), retain_s=60, weight=weight)
-    order = sorted(world.storage.wants, key=lambda want: -want.rank)
-    assert [want.prefix.keys for want in order] == [keys_of(talk(ord(name) * 10, 1)) for name in "bdca"]
-    assert order[0].rank > order[1].rank, "of two that weigh the same the older one"
-    assert min(want.rank for want in order) > 1e9, (
-        "a request in line, whose rank is about its time of arrival, comes before all of them"
-    )
 
 
 def test_over_the_bound_the_lightest_and_then_the_oldest_of_the_tenant_loses_its_retention() -> None:

@@ -22,13 +22,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, wrong_spans
 from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
+from penstock.engine.scheduling.placement import Placed
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
@@ -243,15 +243,6 @@ def num_kept_parts(division: Division | None, num_pageable: int) -> int:
     return 0 if division is None else num_pageable // division.part_blocks
 
 
-class PlacedParts(NamedTuple):
-    """A `Placed` of a scored request."""
-
-    slots: NDArray[np.int32]
-    paged: NDArray[np.int32] | None
-    num_left_out: int
-    scoring: Scoring | None
-
-
 class Scorings:
     """When a request is scored, and which of its blocks have key bounds by then. A part cannot be paged out
     before it has them."""
@@ -360,7 +351,7 @@ class ResidentSet:
         num = max(-(-num_short // size), min(num_wanted, num_spare))
         return max(0, min(num * size, self.scorings.num_whole - table.num_paged))
 
-    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> PlacedParts:
+    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
         """Place the context of tokens `start` to `end`. `may_score`: no other chunk of the step asks for
         scores. `may_read`: the step may read host memory; it does so now and then to measure recall. Raises
         InvariantBroken if its tokens would miss parts that every step needs."""
@@ -374,7 +365,7 @@ class ResidentSet:
             scoring = None
             if end == self.num_exact:
                 scoring = self.scorings.of_last_exact(table, tail, end, may_score)
-            return PlacedParts(tail, paged, 0, scoring)
+            return Placed(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
         scoring = self.scorings.of_later(table, tail, start, may_score)
@@ -383,15 +374,15 @@ class ResidentSet:
                 raise InvariantBroken(
                     f"a step at token {start} shows neither its trailing window nor host memory"
                 )
-            return PlacedParts(own, self._left_out(table), 0, scoring)
+            return Placed(own, self._left_out(table), 0, scoring)
         if (
             (scoring is not None and scoring.num_parts)
             and self.scorings.is_recall_due()
             and may_read
             and num_left_out
         ):
-            return PlacedParts(own, self._left_out(table), 0, scoring._replace(recall=True))
-        return PlacedParts(own, None, num_left_out, scoring)
+            return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
+        return Placed(own, None, num_left_out, scoring)
 
     def _left_out(self, table: Table) -> NDArray[np.int32]:
         """Host slots of the blocks that are not on the device."""

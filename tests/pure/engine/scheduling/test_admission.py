@@ -12,7 +12,6 @@ from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.stages import State, WaitingRequest
-from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from tests.pure.engine.scheduling.scheduler_cases import (
     A,
@@ -42,20 +41,6 @@ def test_with_the_prefix_cache_off_nothing_is_shared_and_nothing_stays() -> None
     assert world.cache.stats().slots[
         "device"
     ].idle == 0 and world.scheduler.counts.prompt_tokens == dataclasses.asdict(KvSource(computed=16))
-
-
-def test_a_prefix_that_a_running_request_computes_is_waited_for_and_shared() -> None:
-    world = World(prefill_chunk=64)
-    first, second, other = (
-        world.submit(A[:8], 3, ignore_eos=True),
-        world.submit(A[:10], 1),
-        world.submit(B[:5], 1),
-    )
-    assert shape(planned(world)) == [(first, 0, 8), (other, 0, 5)], "it does not hold up those behind it"
-    assert shape(planned(world)) == [(first, 8, 1)]
-    world.commit()
-    assert shape(planned(world)) == [(first, 9, 1), (second, 8, 2)]
-    world.close()
 
 
 # -------------------------------------------------------------------------------------------------- admission
@@ -115,10 +100,10 @@ def busy(*known: list[int], bound_s: float = BOUND_S, num_host: int = 24, **worl
 
 def order_of(world: World) -> list[str]:
     """In which those in line are admitted."""
-    num_before = len(world.admitted)
-    world.cancel(world.admitted[-1])
+    num_before = len(world.log.admitted)
+    world.cancel(world.log.admitted[-1])
     world.finish()
-    return world.admitted[num_before:]
+    return world.log.admitted[num_before:]
 
 
 def later(world: World, seconds: float, *args: Any, **sampling: Any) -> str:
@@ -229,42 +214,12 @@ def test_blocks_that_somebody_in_line_wants_are_forgotten_last() -> None:
 # ----------------------------------------------------------------------------- whoever has just been answered
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_what_a_request_of_a_higher_priority_wants_is_forgotten_after_what_others_want(tier: str) -> None:
-    world = busy(A[:8], B[:8], num_slots=20, num_host=4)
-    if tier == "host":
-        world.cache.reset(["device"])
-    ordinary = world.submit([*A[:8], 1], 1)
-    urgent = later(world, 5.0, [*B[:8], 1], 1, priority=-1)  # it came later, and goes first
-    world.plan()
-    assert world.in_line() == [urgent, ordinary]
-    pool = world.cache.pool if tier == "device" else tiers_of(world).host.pool
-    assert pool.num_unwanted == pool.num_free and pool.evict(2) == 2
-    assert [len(pool.find(world.cache.prefix_of(prompt[:8]).keys)) for prompt in (A, B)] == [0, 2]
-    order_of(world)
-    world.close()
-
-
 def noted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
     """The arguments of every such call from now on."""
     calls: list[tuple[Any, ...]] = []
     call = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda self, *args: calls.append(args) or call(self, *args))
     return calls
-
-
-def test_room_is_asked_for_what_was_promised_and_what_is_new_and_nothing_that_others_may_draw_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(num_slots=24, prefill_chunk=64, cold=Cold(24))
-    world.submit(B[:8], 1)
-    world.finish()  # two blocks that nobody holds
-    asked = noted(monkeypatch, KvCache, "make_room")
-    world.submit(A[:4], 9, ignore_eos=True)  # three blocks, of which it draws one at once
-    world.submit([*B[:8], *C[:8]], 9, ignore_eos=True)  # six, of which two are there
-    planned(world)
-    assert asked == [(3, 0), (2 + 4, 2 + 2)]
-    world.close()
 
 
 def test_a_load_is_told_how_much_is_computed_over_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,23 +234,6 @@ def test_a_load_is_told_how_much_is_computed_over_it_first(monkeypatch: pytest.M
         world.device.lanes.run_all()
         world.settle()
         world.cache.reset(["device"])
-    world.close()
-
-
-def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = remembered(A[:8])
-    world.submit(B[:8], 9, ignore_eos=True)
-    world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
-    world.step()
-    waiting = next(iter(world.scheduler.admission.line))
-    before = waiting.lease
-    assert before is not None
-    asked = noted(monkeypatch, KvCache, "lease")
-    tiers_of(world).expire()
-    world.step()
-    assert [args[2] for args in asked] == [before] and waiting.lease is not before
     world.close()
 
 
@@ -367,5 +305,5 @@ def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_use
     fence = StepFence(world, 0)
     world.cache.tables[again].hold.add_after((fence,))
     plan = planned(world)
-    assert shape(plan) == [(again, 0, 8)] and fence in world.waits[plan.number].of(plan)[0]
+    assert shape(plan) == [(again, 0, 8)] and fence in world.log.waits[plan.number].of(plan)[0]
     world.close()

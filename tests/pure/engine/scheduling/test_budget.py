@@ -18,7 +18,7 @@ from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
 from tests.pure.engine.scheduling.scheduler_times import Ticks, Timed
 from tests.pure.engine.scheduling.scheduler_walks import choose, walk
 
-NUM_WALKS = 100
+NUM_WALKS = 60
 
 
 def room(

@@ -56,7 +56,7 @@ def test_a_long_conversation_begins_where_all_take_three_quarters_of_the_device(
     first, second = world.submit(B, max_tokens, ignore_eos=True), world.submit(C, 12)
     assert begun(world, first, second) == ([first] if begins else [])
     world.finish()
-    assert world.admitted[1:] == [first, second], "and their turn comes"
+    assert world.log.admitted[1:] == [first, second], "and their turn comes"
     world.close()
 
 
@@ -82,7 +82,7 @@ def test_whoever_goes_on_and_whoever_is_short_goes_ahead_of_it(prompt: list[int]
     waits, other = world.submit(B, 12), world.submit(prompt, 10)
     assert begun(world, waits, other) == ([other] if begins else [])
     world.finish()
-    assert len(world.admitted) == 4
+    assert len(world.log.admitted) == 4
     world.close()
 
 
@@ -100,30 +100,6 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(
     world.now_s += late_s
     newest = world.submit([*C[:12], 1], 1)
     assert begun(world, waits, newest) == ([waits] if begins else [newest]), "there is no room for both"
-    world.close()
-
-
-def test_short_requests_that_run_and_long_ones_in_line_that_find_nothing_are_no_conversations() -> None:
-    world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=BOUND_S)
-    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
-    world.submit([2, 2], 5, ignore_eos=True)
-    world.submit([3, 3], 5, ignore_eos=True)
-    planned(world)
-    first, second = world.submit(B, 24, ignore_eos=True), world.submit(C, 24)
-    assert begun(world, first, second) == [first]
-    world.close()
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
-    """5 blocks run, and 3 are its own; 12 that do not fit beside those that run come later, and their rank is
-    behind its own."""
-    world, _ = under_way(C[:12], max_tokens=4)
-    waits = world.submit([4] * 12, 1, ignore_eos=True)
-    world.now_s += 18.0
-    other = world.submit([*C[:12], 1, 1] if goes_on else [1, 1] * 7, 34, ignore_eos=True)
-    assert begun(world, waits, other) == ([] if goes_on else [waits])
-    world.finish()
     world.close()
 
 
@@ -155,16 +131,6 @@ def test_one_that_was_just_answered_is_under_way_for_some_plans(monkeypatch: pyt
     world.close()
 
 
-def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its 5 blocks and the 7 of the one that begins are three quarters; with the answered one they would be
-    more."""
-    world = answered(monkeypatch, 1000)
-    goes_on = world.submit([*A[:12], 1, 1], 6, ignore_eos=True)
-    waits, other = world.submit(B, 12, ignore_eos=True), world.submit(C, 12)
-    assert begun(world, goes_on, waits, other) == [goes_on, waits]
-    world.close()
-
-
 @pytest.mark.parametrize("pause_s", [0.0, 100.0])
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
@@ -192,18 +158,6 @@ def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------- priorities
-
-
-def test_nobody_of_a_lower_priority_goes_ahead_of_one_that_begins_later() -> None:
-    world, _ = under_way(C[:12])
-    waits, other = world.submit(B, 12), world.submit([*C[:12], 1], 1, priority=1)
-    assert begun(world, waits, other) == []
-    world.finish()
-    assert world.admitted[-2:] == [waits, other]
-    world.close()
-
-
 # -------------------------------------------------------------------------------------------------- any order
 
 
@@ -213,7 +167,8 @@ def crowd(seed: int) -> Counter[str]:
     lower priority."""
     r = random.Random(seed)
     bound_s, cold = r.choice([2.0, 20.0]), Cold(r.choice([9, 24]))
-    world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=cold, max_overtaken_s=bound_s)
+    sizes = {"num_slots": r.randint(6, 16), "max_batch": r.choice([2, 4]), "prefill_chunk": r.choice([4, 64])}
+    world = World(**sizes, cold=cold, max_overtaken_s=bound_s)
     tiers_of(world).loads.costs.prefill.add(100, 0.0, r.choice([0.1, 10.0, 100.0]))
     talks: list[list[int]] = []
     for _ in range(r.randint(6, 16)):

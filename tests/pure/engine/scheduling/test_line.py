@@ -211,15 +211,6 @@ def test_whoever_finds_something_and_whoever_is_short_passes_one_that_begins_lat
     )
 
 
-def test_a_line_says_whether_a_place_may_have_changed() -> None:
-    line = Crowd(60.0)
-    track = line.add()
-    assert line.line.rank(track, 0.5, 0.5)
-    assert not line.line.rank(track, 0.5, 0.5)
-    assert line.line.rank(track, 0.5, 0.0), "it finds nothing any more"
-    assert line.line.rank(track, 0.5, 0.5)
-
-
 def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
     crowd = Crowd(60.0)
     tracks = [crowd.add() for _ in range(10)]

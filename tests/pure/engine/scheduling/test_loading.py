@@ -45,7 +45,7 @@ def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() 
     tiers_of(world).launch("device")
     plan = planned(world)
     assert shape(plan) == [(again, 8, 2)] and plan.loads == (again,)
-    assert [arrival.layers for arrival in world.waits[plan.number].loads[again].arrivals or ()] == [
+    assert [arrival.layers for arrival in world.log.waits[plan.number].loads[again].arrivals or ()] == [
         (0, 3),
         (3, 6),
     ]
@@ -63,19 +63,6 @@ def test_a_step_never_waits_for_a_load_while_others_could_be_computed() -> None:
     plan = planned(world)
     assert shape(plan) == [(busy, 5, 1)] and plan.loads == () and world.state_of(loading) == "loading"
     world.close()
-
-
-def test_a_request_that_waits_for_several_times_as_long_as_a_lease_lasts_still_finds_its_prefix() -> None:
-    world = remembered(A[:8])
-    busy = world.submit(B[:8], 9, ignore_eos=True)
-    again = world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
-    for num in range(1, 5):
-        world.step()
-        tiers_of(world).expire()
-        world.step()
-        assert tiers_of(world).host.counts.leases_expired == num and world.state_of(again) == "waiting"
-    world.close()
-    assert world.outcome(busy)[1] is FinishReason.LENGTH and source_of(world, again).host == 8
 
 
 def test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_instead() -> None:

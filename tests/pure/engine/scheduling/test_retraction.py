@@ -122,24 +122,11 @@ def ask(world: World, prompt: list[int], max_tokens: int, priority: int = 0) -> 
 
 
 def num_retractions(world: World) -> Counter[str]:
-    return Counter(request_id for request_id, state in world.moves if state is State.RETRACTED)
+    return Counter(request_id for request_id, state in world.log.moves if state is State.RETRACTED)
 
 
 def states(world: World, *request_ids: str) -> list[str]:
     return [world.state_of(request_id) for request_id in request_ids]
-
-
-def test_one_that_has_outlived_its_promise_leaves_and_one_within_its_own_stays() -> None:
-    """The younger one was promised all of its life. The older one needs a block more than there is: it makes
-    way itself."""
-    world = a_world(num_more=8, num_slots=10)
-    older = ask(world, A[:4], 24)
-    younger = ask(world, [*B, *C][:20], 8)
-    while not world.scheduler.counts.retractions:
-        assert world.step()
-    assert states(world, older, younger) == ["retracted", "running"]
-    world.close()
-    assert num_retractions(world) == {older: 1}
 
 
 def test_a_lower_priority_leaves_first_though_it_came_first() -> None:
@@ -152,7 +139,7 @@ def test_a_lower_priority_leaves_first_though_it_came_first() -> None:
 
 
 @pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed: int, num_host: int) -> None:
     """All write to the end of the context, and the estimate is always wrong. So no request is retracted
     often, and all end."""
@@ -166,10 +153,10 @@ def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed
             world.step()
     written: dict[str, int] = {}
     while world.scheduler.has_work():
-        num_seen = len(world.moves)
+        num_seen = len(world.log.moves)
         world.step()
         world.check()
-        for request_id, state in world.moves[num_seen:]:
+        for request_id, state in world.log.moves[num_seen:]:
             if state is State.RETRACTED:
                 num_written = len(world.asked[request_id].got) + world.samples_in_flight(request_id)
                 assert num_written >= 2 * written.get(request_id, 0), f"{request_id} left too soon"

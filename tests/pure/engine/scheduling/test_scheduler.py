@@ -15,7 +15,6 @@ from penstock.contract import (
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import InvariantBroken
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape
-from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World
 
 # -------------------------------------------------------------------------------------------------------- end
@@ -127,25 +126,4 @@ def test_a_long_prompt_has_every_second_step_however_many_short_ones_come() -> N
             world.commit()
     assert sum(computed) == len(LONG), "six whole steps in twelve"
     assert set(computed) == {0, 8}, "and the others went to those that are shorter"
-    world.close()
-
-
-def test_a_plan_that_comes_to_nothing_takes_nobodys_turn() -> None:
-    """The engine asks for a step without host memory first, and then for any: both prompts have half of the
-    steps all the same."""
-    world = World(num_slots=30, max_batch=4, prefill_chunk=8, cold=Cold(60), num_resident=8)
-    older, shorter = world.submit([1, 2, 3, 4, 5, 6] * 15, 1), world.submit([6, 5, 4, 3, 2, 1] * 11, 1)
-    turns: list[str] = []
-    for _ in range(200):
-        world.device.lanes.run_all()
-        world.settle()
-        plan = world.plan(reads_host=False) or world.plan()
-        both = all(asked.lives and asked.lives[0].paged and not asked.ended for asked in world.asked.values())
-        if plan is not None and both and not any(chunk.num_logits for chunk in plan.chunks):
-            turns += [chunk.request_id for chunk in plan.chunks]
-        if world.in_flight and (plan is None or len(world.in_flight) > 1):
-            world.commit()
-        if all(asked.ended for asked in world.asked.values()):
-            break
-    assert len(turns) > 6 and 3 * min(turns.count(older), turns.count(shorter)) >= len(turns), turns
     world.close()

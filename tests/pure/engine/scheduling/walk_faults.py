@@ -113,10 +113,9 @@ def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
 
 
 def promotes_into_slots_that_a_step_still_uses(patch: Patch) -> None:
-    def begin(
-        whole: Any, self: Loads, hold: Any, first: int, lease: Any, keys: Any, after: Any, num: int
-    ) -> Any:
-        return whole(self, hold, first, lease, keys, (), num)
+    def begin(whole: Any, self: Loads, *args: Any) -> Any:
+        *before, _, num_next = args  # the fences to wait for, and the tokens computed first
+        return whole(self, *before, (), num_next)
 
     _around(patch, Loads, "begin", begin)
 
