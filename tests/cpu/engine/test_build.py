@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from penstock.config import EVICTIONS, GIB, Config, OffloadConfig, SanitizeConfig
-from penstock.engine import build as build_module
 from penstock.engine import build as building
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
@@ -56,20 +55,6 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     assert type(engine.cache._pool.idle.others) is type(make_order(on_device, 8))
     ((directory, num_bytes, _, name),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
-
-
-@pytest.mark.parametrize(
-    ("chunk_ms", "cpu_s", "cuda_s"), [(None, 0.0, 0.15), (0.0, 0.0, 0.0), (80.0, 0.08, 0.08)]
-)
-def test_prompts_may_take_as_long_as_the_setting_says(
-    chunk_ms: float | None, cpu_s: float, cuda_s: float
-) -> None:
-    config = tiny_config(prefill_chunk_ms=chunk_ms)
-    cpu, cuda = (build_module._budget(config, torch.device(name), 512) for name in ("cpu", "cuda"))
-    assert (cpu.chunk_s, cuda.chunk_s) == (cpu_s, cuda_s)
-    assert (cpu.min_chunk, cuda.min_chunk) == (64, 512), (
-        "whole blocks of every size but the largest on the CPU"
-    )
 
 
 @pytest.mark.parametrize(

@@ -97,34 +97,6 @@ def test_others_have_as_much_time_as_steps_that_read_host_memory(
     run_all(engine)
 
 
-def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
-    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU such a launch takes as long as the link. Steps without a token to tell are launched ahead all
-    the same."""
-    engine = deep_engine(make_engine, 256)
-    executor, read = engine.parts.executor, engine.turns.read
-    launch, unread, behind = executor.launch, dict[int, bool](), list[bool]()
-
-    def launch_noted(plan: StepPlan, waits: Waits) -> RunningStep:
-        if any(chunk.num_paged for chunk in plan.chunks):
-            behind.extend(unread.values())
-        unread[plan.number] = any(chunk.num_logits for chunk in plan.chunks)
-        return launch(plan, waits)
-
-    def read_noted(step: RunningStep) -> None:
-        del unread[step.number]
-        read(step)
-
-    monkeypatch.setattr(executor, "launch", launch_noted)
-    monkeypatch.setattr(engine.turns, "read", read_noted)
-    for asked in [[(LONG, 10)], [(LONG, 10), (30, 40), (700, 8)]]:
-        readers = [submit(engine, prompts(length, length), max_tokens=num) for length, num in asked]
-        run_all(engine)
-        assert [len(reader.tokens) for reader in readers] == [num for _, num in asked]
-    assert len(behind) > 6 and not any(behind)
-
-
 def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts: Prompts) -> None:
     prompt = prompts(LONG)
     full = full_engine(make_engine)

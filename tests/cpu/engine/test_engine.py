@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from penstock import contract
 from penstock.contract import (
     FinishReason,
     KvSource,
     SamplingParams,
     Submission,
-    TokenLogprob,
 )
 from penstock.engine import build
 from penstock.engine.engine import Engine
@@ -270,28 +268,6 @@ def test_logprobs_are_those_of_the_models_distribution(make_engine: MakeEngine, 
     chosen_only = submit(engine, prompts(20), max_tokens=6, logprobs=0)
     run_all(engine)
     assert plain.logprobs == [] and [e.top for e in chosen_only.logprobs] == [()] * 6
-
-
-def test_logprobs_of_a_prompt_are_made_by_whoever_reads_them(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt of thousands of tokens has hundreds of thousands of numbers: the engine thread only passes
-    them on."""
-    num_made = 0
-
-    class Counted(TokenLogprob):
-        def __new__(cls, *fields: Any) -> Counted:
-            nonlocal num_made
-            num_made += 1
-            return super().__new__(cls, *fields)
-
-    monkeypatch.setattr(contract, "TokenLogprob", Counted)
-    engine = make_engine(prefill_chunk=64)
-    echoed = generate(engine, prompts(200), prompt_logprobs=5, max_tokens=1)
-    assert echoed.finish is FinishReason.LENGTH and echoed.prompt_logprobs is not None
-    assert len(echoed.prompt_logprobs) == 200 and num_made == 0, "the engine thread has made entries"
-    assert [entry.token for entry in echoed.prompt_logprobs[1:]] == list(prompts(200))[1:] and num_made == 199
-    assert all(len(entry.top) == 5 for entry in echoed.prompt_logprobs[1:]) and num_made == 199, "made once"
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -3,62 +3,20 @@ hands on to whom."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.contract import Adapter, CacheHint, FinishReason, Prefix, SamplingParams, Submission, TokenEvent
-from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
-from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.engine.sessions import Sessions
 from penstock.errors import InvalidRequest
-from tests.support.driving import generate, run_all, submit
+from tests.support.driving import run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
-
-# ---------------------------------------------------------------------------------------------------- figures
-
-
-def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a clock that only these three move, each by another amount."""
-    engine = make_engine(host_blocks=16)
-    generate(engine, prompts(20))
-    now, calls = [100.0], Counter[str]()
-
-    def takes(name: str, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            calls[name] += 1
-            now[0] += seconds
-            return call(*args)
-
-        return timed
-
-    cache = engine.cache
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
-    monkeypatch.setattr(RunningStep, "wait_result", takes("result", 1.0, RunningStep.wait_result))
-    monkeypatch.setattr(cache, "submit_saves", takes("save", 100.0, cache.submit_saves))
-    monkeypatch.setattr(cache, "settle", takes("settle", 10_000.0, cache.settle))
-    before = engine.stats().blocked_s
-    generate(engine, prompts(40, seed=1), max_tokens=4)
-    after = engine.stats().blocked_s
-    took = {name: after[name] - before[name] for name in after}
-    expected = {
-        "result": calls["result"],
-        "mask": 0.0,
-        "save": 100.0 * calls["save"],
-        "settle": 10_000.0 * calls["settle"],
-    }
-    assert took == pytest.approx(expected)
-    assert calls["result"] == calls["save"] == 4 and calls["settle"] > 4
-
 
 # ------------------------------------------------------------------------------------------------------ turns
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,33 +111,6 @@ def test_the_table_of_a_scheme_follows_from_what_the_scope_says() -> None:
             table = rope_table(config)
             assert torch.equal(tables.setdefault(scope_of(config), table), table)
         assert len(tables) == {"dynamic": 3, "longrope": 2}.get(rope["rope_type"], 1)
-
-
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize(
-    ("trained", "theta"),
-    [
-        (256, 5.0),
-        *((trained, theta) for trained in (128, 4096, 32768, 1 << 20) for theta in (1000.0, 10000.0, 1e6)),
-    ],
-)
-def test_yarn_stretches_pairs_by_their_turns_in_the_trained_context(
-    trained: int, theta: float, truncate: bool
-) -> None:
-    """As its paper and files have it: also where the last bound lies behind the last pair, or the first
-    before the first."""
-    factor, dim = 4.0, 16
-    scaling = RopeScaling("yarn", factor, trained, beta_fast=32.0, beta_slow=1.0, truncate=truncate)
-    first, last = (
-        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32.0, 1.0)
-    )
-    if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    for pair, found in enumerate(scaling.frequencies(theta, dim).tolist()):
-        share = min(1.0, max(0.0, (pair - first) / max(last - first, 0.001)))
-        plain = theta ** (-2 * pair / dim)
-        assert found == pytest.approx(plain * (1 - share) + plain / factor * share, rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------- with an engine

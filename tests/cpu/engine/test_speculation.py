@@ -234,26 +234,6 @@ def test_it_ends_where_plain_decoding_ends(
     engine.check()
 
 
-@PLANS
-def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
-    plain = make_engine()
-    engine, script = scripted(make_engine, ahead)
-    right = generate(plain, prompts(30), max_tokens=80)
-    found = answered(engine, script, prompts(30), right, max_tokens=80)
-    run_all(engine)
-    drafted, accepted = sum(num for num, _ in script.seen), sum(kept for _, kept in script.seen)
-    assert drafted > accepted > 0
-    counts = engine.parts.scheduler.counts
-    assert counts.drafted_tokens == drafted == sum(counts.drafted_by_place)
-    assert sum(counts.accepted_by_place) == accepted
-    assert counts.accepted_by_place[0] == sum(kept >= 1 for _, kept in script.seen)
-    assert counts.accepted_by_place[2] == sum(kept >= 3 for _, kept in script.seen)
-    assert sum(event.drafted for event in found.events) == drafted
-    assert sum(event.accepted for event in found.events) == accepted
-    assert counts.generated_tokens == 80
-    assert ahead or engine.stats().steps == 80 - accepted
-
-
 LOOPS = tuple((token, 40.0) for token in (3, 5, 7, 11, 13))  # a greedy text of these says the same for long
 
 

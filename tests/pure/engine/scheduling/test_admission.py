@@ -12,7 +12,6 @@ from penstock.engine.scheduling import admission as admission_module
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.stages import State, WaitingRequest
-from penstock.kv.table import BlockTable
 from tests.pure.engine.scheduling.scheduler_cases import (
     A,
     B,
@@ -132,18 +131,6 @@ def test_whoever_is_cached_goes_first_unless_it_arrived_later_than_the_bound(
 # ------------------------------------------------------------------------------------- what changes meanwhile
 
 
-def test_a_request_whose_blocks_are_lost_goes_back_behind_those_that_came_before_it() -> None:
-    world = busy(A[:8])
-    dear, cheap = world.submit(B, 1), later(world, 1.0, [*A[:8], 1], 1)
-    world.plan()
-    assert world.in_line() == [cheap, dear]
-    world.cache.reset(["device", "host"])
-    world.plan()
-    assert world.in_line() == [dear, cheap], "it is looked at again while it waits"
-    assert order_of(world) == [dear, cheap]
-    world.close()
-
-
 def loses_what_was_found(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Between the match of whoever is next and its admission host memory forgets everything, once: a read for
     somebody else took it."""
@@ -214,46 +201,6 @@ def test_blocks_that_somebody_in_line_wants_are_forgotten_last() -> None:
 # ----------------------------------------------------------------------------- whoever has just been answered
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
-    """The arguments of every such call from now on."""
-    calls: list[tuple[Any, ...]] = []
-    call = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *args: calls.append(args) or call(self, *args))
-    return calls
-
-
-def test_a_load_is_told_how_much_is_computed_over_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = remembered(A[:8], prefill_chunk=8, num_slots=16)
-    asked = noted(monkeypatch, BlockTable, "promote")
-    for num_own, num_next in ((3, 3), (8, 8), (11, 8)):
-        last = world.submit([*A[:8], *C[:num_own]], 1)
-        world.plan()
-        assert [args[1:] for args in asked] == [(2, num_next)]
-        asked.clear()
-        world.cancel(last)
-        world.device.lanes.run_all()
-        world.settle()
-        world.cache.reset(["device"])
-    world.close()
-
-
-def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_pushed_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
-    first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
-    planned(world)
-    world.scheduler.lives[second].computes = True
-    retracted, released = noted(monkeypatch, BlockTable, "retract"), noted(monkeypatch, BlockTable, "release")
-    while world.state_of(second) == "running":
-        world.step()
-    assert world.state_of(second) == State.RETRACTED.value and retracted == [] and len(released) == 1
-    waiting = world.scheduler.lives[second].waiting
-    assert waiting is not None and waiting.lease is None
-    world.close()
-    assert all(world.outcome(i)[1] is not None for i in (first, second))
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "state", "fits"),
     [
@@ -272,26 +219,6 @@ def test_promises_may_exceed_memory_but_not_to_one_that_was_pushed_out(
     waiting = waiting_of(life_of([1], num_blocks * BLOCK), state)
     assert waiting.life.lifetime_tokens == num_blocks * BLOCK
     assert world.scheduler.running.fits(waiting, Match(0, 0, False)) == fits
-
-
-def test_matched_blocks_that_nobody_holds_are_room_no_more_and_those_of_others_cost_nothing() -> None:
-    world = World(num_slots=4)
-    waiting = waiting_of(life_of([1] * 13, 4))
-    fits = {
-        (num, idle): world.scheduler.running.fits(waiting, Match(num, idle, False))
-        for num in range(4)
-        for idle in range(num + 1)
-    }
-    assert all(fits.values()), "four blocks: what is matched is either room or there already"
-    longer = waiting_of(life_of([1] * 13, 5))
-    fits = {
-        (num, idle): world.scheduler.running.fits(longer, Match(num, idle, False))
-        for num in range(4)
-        for idle in range(num + 1)
-    }
-    assert fits == {(num, idle): idle < num for num, idle in fits}, (
-        "one more: it fits where somebody else holds one of them"
-    )
 
 
 def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_users() -> None:

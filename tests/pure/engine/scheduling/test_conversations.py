@@ -103,61 +103,6 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(
     world.close()
 
 
-# -------------------------------------------------------------------------------------------- after an answer
-
-
-def answered(monkeypatch: pytest.MonkeyPatch, kept_plans: int) -> World:
-    """A conversation of 5 blocks was answered a moment ago; a short request runs."""
-    monkeypatch.setattr(conversations, "KEPT_PLANS", kept_plans)
-    monkeypatch.setattr(conversations, "GRACE", 0)
-    world, runs = under_way(max_tokens=2)
-    world.submit([2, 2], 9, ignore_eos=True)
-    while world.outcome(runs)[1] is None:
-        planned(world)
-        world.commit()
-    assert world.outcome(runs)[1] is not None
-    return world
-
-
-def test_one_that_was_just_answered_is_under_way_for_some_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = answered(monkeypatch, 3)
-    waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
-    waited = []
-    while waits in world.in_line():
-        planned(world)
-        world.commit()
-        waited.append(waits in world.in_line())
-    assert waited == [True, True, False]
-    world.close()
-
-
-@pytest.mark.parametrize("pause_s", [0.0, 100.0])
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
-    monkeypatch: pytest.MonkeyPatch, goes_on: bool, pause_s: float
-) -> None:
-    """However long they pause."""
-    monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
-    monkeypatch.setattr(conversations, "GRACE", 0)
-    world, _ = under_way(bound_s=1000.0)
-    world.finish()
-    talk = [5, 4] * 6
-    for number in range(7):
-        talk = [*talk[:12], number % 6 + 1] if goes_on else [number % 6 + 1, *talk[:12]]
-        one, _ = world.submit(talk, 1, ignore_eos=True), world.submit([2, 2, 2], 4, ignore_eos=True)
-        for _ in range(3):
-            world.step()
-        assert world.outcome(one)[1] is not None
-        world.now_s += pause_s
-    world.finish()
-    last = world.submit([*talk[:12], 6, 6], 14, ignore_eos=True)
-    world.plan()
-    waits, _ = world.submit([3] * 16, 12), world.submit(C, 12)
-    assert begun(world, last, waits) == ([last] if goes_on else [last, waits])
-    world.finish()
-    world.close()
-
-
 # -------------------------------------------------------------------------------------------------- any order
 
 
@@ -232,17 +177,6 @@ def answer(world: World, talk: str) -> None:
 def is_held_back(world: World, request_id: str) -> bool:
     planned(world)
     return request_id in world.in_line()
-
-
-@pytest.mark.parametrize(("dear_tokens", "held"), [(11, True), (12, True), (13, False)])
-def test_a_conversation_counts_from_so_many_tokens_on_with_its_answer(
-    monkeypatch: pytest.MonkeyPatch, dear_tokens: int, held: bool
-) -> None:
-    world, talk = two_that_run(monkeypatch, dear_tokens=dear_tokens)
-    other = world.submit(B, 1)
-    answer(world, talk)
-    assert is_held_back(world, other) == held
-    world.close()
 
 
 @pytest.mark.parametrize(

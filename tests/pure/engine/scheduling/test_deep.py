@@ -81,24 +81,6 @@ def test_one_that_fits_on_the_device_to_its_last_block_is_not_deep() -> None:
     world.close()
 
 
-def without_transfers(world: World, until: str) -> None:
-    """Turns of the engine while nothing is copied to host memory, until that request has ended."""
-    while world.state_of(until) != "ended":
-        world.plan()
-        world.commit()
-
-
-def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_have() -> None:
-    """Host memory has none of it yet."""
-    world = World(num_slots=16, prefill_chunk=8, cold=Cold(40), num_resident=8, num_deep=14)
-    without_transfers(world, world.submit(LONG[:48], 1, ignore_eos=True))
-    assert leading_in_host(world) == 0 and world.cache.match(world.cache.prefix_of(LONG).keys).num_blocks > 8  # type: ignore[union-attr]
-    world.submit(LONG, 2, ignore_eos=True)
-    world.plan()  # before anything is copied
-    world.close()
-    assert world.seen["step that reads host memory"]
-
-
 def lending() -> tuple[World, str, str, Life]:
     """A deep request that has paged out what another one has on the device, that other one, one besides, and
     the deep one."""

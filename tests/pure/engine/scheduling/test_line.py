@@ -198,19 +198,6 @@ def test_whoever_finds_a_good_part_of_his_prompt_or_ran_before_goes_on() -> None
     assert list(crowd.line.going_on()) == [ran], "what it had found is lost"
 
 
-def test_whoever_finds_something_and_whoever_is_short_passes_one_that_begins_later_in_order_of_rank() -> None:
-    crowd = Crowd(60.0)
-    tracks = {name: crowd.add() for name in ("long", "short", "longer", "known", "far", "too far")}
-    for name, num_tokens in (("long", 9), ("longer", 10)):
-        tracks[name].life.tokens = [1] * num_tokens
-    for name, start_s in (("long", 1.0), ("short", 0.02), ("longer", 1.0), ("far", 0.01), ("too far", 0.0)):
-        crowd.line.rank(tracks[name], start_s, 0.0)
-    crowd.line.rank(tracks["known"], 0.05, 1.0)
-    assert list(crowd.line.passing(9, 4)) == [tracks["known"], tracks["short"], tracks["far"]], (
-        "only so many are looked through"
-    )
-
-
 def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
     crowd = Crowd(60.0)
     tracks = [crowd.add() for _ in range(10)]

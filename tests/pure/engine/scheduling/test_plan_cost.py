@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult
-from penstock.engine.scheduling import steps as steps_module
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.blocks import key as key_module
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.table import BlockTable
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -138,44 +136,3 @@ def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() ->
     world.scheduler.cancel(running)
     assert world.num_lookups_of() <= 30, "and whoever is admitted"
     assert world.scheduler.running.requests
-
-
-class Sealing:
-    """Eight requests that fill their blocks in the same steps, and who gets keys in which commit."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
-        self.world = Counted(64, prefill_chunk=64)
-        self.by_commit: list[list[str]] = []
-        whole = BlockTable.seal
-
-        def seal(table: Any, tokens: Any, num_computed: int, fence: Any) -> None:
-            before = table.num_keyed
-            whole(table, tokens, num_computed, fence)
-            if table.num_keyed > before:
-                self.by_commit[-1].append(table.owner)
-
-        monkeypatch.setattr(BlockTable, "seal", seal)
-        monkeypatch.setattr(steps_module, "_SEALS_AT_ONCE", 1)
-        self.ids = [
-            self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens)
-            for number in range(8)
-        ]
-
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            plan = self.world.plan()
-            self.by_commit.append([])
-            self.world.commit(plan)
-
-
-def test_blocks_that_many_requests_fill_in_one_step_get_their_keys_a_few_in_each_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sealing = Sealing(monkeypatch, max_tokens=20)
-    sealing.run(9)
-    assert max(map(len, sealing.by_commit)) == 2 * 8 // BLOCK, (
-        "twice as many as are full in a step on average"
-    )
-    assert [owner for some in sealing.by_commit for owner in some] == [*sealing.ids, *sealing.ids], (
-        "all of them twice, the oldest first"
-    )

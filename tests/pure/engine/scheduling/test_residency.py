@@ -310,18 +310,6 @@ def test_a_request_says_otherwise_than_the_server() -> None:
             which.for_request(asked, (), deep, 0)  # type: ignore[arg-type]
 
 
-def test_only_what_does_not_fit_is_scored() -> None:
-    given = choice()
-    assert (
-        given.for_request("scored", None, 16 * 100, 0) is None
-        and given.for_request("scored", None, 16 * 100 + 1, 0) is not None
-    )
-    assert choice(deep_blocks=0).for_request("scored", [(0, 5)], 10**6, 0) is None, "everything fits"
-    for num_tokens in (1, 10**6):
-        with pytest.raises(InvalidRequest, match="pairs of a first token"):
-            given.for_request("scored", [(9, 9)], num_tokens, 0)
-
-
 def test_what_cannot_be_is_refused_at_the_start_where_it_is_the_default_and_by_request_where_not() -> None:
     with pytest.raises(ConfigError, match="raise --kv-resident-tokens"):
         choice(KvConfig(residency="scored"), resident_blocks=20)

@@ -4,7 +4,6 @@ defects that turn these tests red."""
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 
@@ -26,26 +25,6 @@ def make() -> Make:
 
 
 # ------------------------------------------------------------------------------------------------- retraction
-
-
-def crowded(make: Make) -> World:
-    """Two requests of four blocks each in a pool of six, promised twice over: the second is pushed out at its
-    thirteenth token."""
-    world = World(num_slots=6, overcommit=2.0, make=make)
-    for prompt in (A, B):
-        world.submit(prompt[:4], 12, ignore_eos=True)
-    while world.plan() and not world.scheduler.counts.retractions:
-        if len(world.in_flight) > 1:
-            world.commit()
-    return world
-
-
-def test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on(make: Make) -> None:
-    world = crowded(make)
-    assert set(world.cache.tables) == {"r0"} and shape(world.in_flight[-1]) == [("r0", 12, 1)]
-    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 1}
-    world.close()
-    assert world.scheduler.counts.retractions == 1
 
 
 def pushed_out_inside_its_prompt(make: Make, **sampling: int) -> World:
@@ -119,10 +98,6 @@ def a_world(num_more: int = 1, num_slots: int = NUM_SLOTS, num_host: int = 64, *
 
 def ask(world: World, prompt: list[int], max_tokens: int, priority: int = 0) -> str:
     return world.submit(prompt, max_tokens, priority, ignore_eos=True)
-
-
-def num_retractions(world: World) -> Counter[str]:
-    return Counter(request_id for request_id, state in world.log.moves if state is State.RETRACTED)
 
 
 def states(world: World, *request_ids: str) -> list[str]:

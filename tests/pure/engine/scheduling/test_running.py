@@ -4,19 +4,15 @@ blocks that have to go."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 
 from penstock.engine.scheduling import running as running_module
-from penstock.engine.scheduling.budget import Room
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, source_of, tiers_of
-from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import STEMS
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -102,23 +98,6 @@ def lost_copies(world: World) -> list[bytes]:
 
     pool.evict = watched  # type: ignore[method-assign]
     return lost
-
-
-def test_slots_for_a_prompt_are_drawn_when_room_has_been_made_for_it() -> None:
-    """What could be forgotten for it at admission may be somebody's only copy before its last chunk is
-    computed."""
-    world = full(num_host=24)
-    world.scheduler._room = partial(Room, dataclasses.replace(world.budget, prefill_chunk=4), BLOCK, None)
-    lost = lost_copies(world)
-    large = world.submit(D, 16, ignore_eos=True)
-    planned(world)
-    assert world.cache.tables[large].num_slots == 4 and world.cache.num_free == 0
-    world.cache.reset(["host"])
-    for _ in range(3):
-        world.commit()
-        planned(world)
-    assert not lost, "its prompt is computed, and nothing had to go for it"
-    world.close()
 
 
 def with_answers(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:

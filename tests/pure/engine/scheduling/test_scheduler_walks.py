@@ -29,7 +29,7 @@ class Walks(NamedTuple):
 
 DEEP = {"deep step", "step that reads host memory", "paged out", "paged out in part"}
 DEEP |= {"paged out what others have", "deep match in host memory", "retraction"}
-DEEP |= {"what matched of a deep request has gone", "deep request that was retracted"}
+DEEP |= {"what matched of a deep request has gone"}
 DEEP |= {"slot reused under a fence", "failed step", "cancelled while running"}
 KINDS = {
     "host": Walks(
@@ -50,7 +50,7 @@ KINDS = {
         | {"promotion of what was fetched"},
         cold=True,
     ),
-    "deep": Walks(50, DEEP, deep=True),
+    "deep": Walks(50, DEEP | {"deep request that was retracted"}, deep=True),
     "deep and cold": Walks(50, DEEP, cold=True, deep=True),
 }
 RARE = (654,)  # walks that meet what few others do: a part of a load that fails while a later one lands
