@@ -134,10 +134,7 @@ class LLM:
         list of them a list. `adapter=` names an adapter; the tokens of `snapshot=` come before each
         prompt."""
         single = isinstance(prompts, str) or _begins_with(prompts, int)
-        made = self._answers(
-            self._ask(False, one, sampling, **options) for one in ([prompts] if single else prompts)
-        )
-        return made[0] if single else made
+        return self._whole(False, prompts, single, sampling, **options)
 
     @overload
     def chat(
@@ -151,11 +148,7 @@ class LLM:
     def chat(self, messages: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
         """The answer to a conversation; with several conversations, their answers in order. `adapter=` names
         an adapter; the messages of `snapshot=` come before each conversation."""
-        single = _begins_with(messages, Mapping)
-        made = self._answers(
-            self._ask(True, one, sampling, **options) for one in ([messages] if single else messages)
-        )
-        return made[0] if single else made
+        return self._whole(True, messages, _begins_with(messages, Mapping), sampling, **options)
 
     async def agenerate(
         self, prompts: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]
@@ -231,6 +224,12 @@ class LLM:
         if self._closed:
             raise EngineClosed("this LLM is closed")
         return self._prompts.answer(is_chat, prompt, sampling, **options)
+
+    def _whole(self, is_chat: bool, given: Any, single: bool, sampling: Sampling, **options: Any) -> Any:
+        """One completion, or a list."""
+        asked = [given] if single else given
+        made = self._answers(self._ask(is_chat, one, sampling, **options) for one in asked)
+        return made[0] if single else made
 
     def _answers(self, asked: Iterable[Answer]) -> list[Completion]:
         """All at once, as far as the engine accepts them; the rest as others end. If one fails, the others

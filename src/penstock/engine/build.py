@@ -186,7 +186,9 @@ def _assemble(setup: _Setup) -> Engine:
     kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
-    _capture(setup, executor)
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
+        warm.capture_all(executor, setup.progress)
     speculation = _speculation(setup, sizes.limits, executor)
     estimates = Estimates(cache.prefill, _lengths(config), lambda: scoring.tau)
     scheduler = Scheduler(cache, budget, dims.eos_ids, speculation, estimates)
@@ -307,12 +309,6 @@ def _executor(
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
-
-
-def _capture(setup: _Setup, executor: Executor) -> None:
-    if setup.device.type == "cuda":
-        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
-        warm.capture_all(executor, setup.progress)
 
 
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:

@@ -77,8 +77,8 @@ class CacheCalls:
         num_blocks = sum(sum(counts) for counts in stats.slots.values())
         self.sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
         self.flushes = Flushes()
+        self.limits = limits  # of prompts
         self._inbox = inbox
-        self._limits = limits
 
     def reset(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
         """Evict all KV that no request holds; returns the number of blocks by tier. Blocks until the engine
@@ -98,7 +98,7 @@ class CacheCalls:
         has started. None in it: the session is unknown. Overloaded in it: too many prefetches run."""
         asked: str | Prefix | None = session
         if prompt is not None:
-            known = self._limits.checked(prompt, _NOTHING)[1]
+            known = self.limits.checked(prompt, _NOTHING)[1]
             asked = self.cache.prefix_of(known, cache_salt, adapter)
         return self._inbox.call(
             lambda: Prefetched(0, False) if asked is None else self.sessions.prefetch(cache_salt, asked)
@@ -163,11 +163,10 @@ class EngineSnapshots(Snapshots):
     """All methods but `step` may be called from any thread. `begin_x` never blocks. Owns the step from a
     session or a prompt to its tokens."""
 
-    def __init__(
-        self, calls: CacheCalls, limits: PromptLimits, launched: Callable[[], Fence], most_in_host: int | None
-    ) -> None:
+    def __init__(self, calls: CacheCalls, launched: Callable[[], Fence], most_in_host: int | None) -> None:
+        """`launched`: a fence after all work on the compute lane. `most_in_host`: blocks of host memory that
+        may be pinned; None: as many as of any tier."""
         self._calls = calls
-        self._limits = limits
         self._launched = launched
         self._saving: deque[tuple[float, Future[None]]] = deque()  # with deadlines, in order
         super().__init__(calls.cache, most_in_host)
@@ -178,7 +177,7 @@ class EngineSnapshots(Snapshots):
         if bool(asked.session) == bool(asked.prompt):
             raise InvalidRequest("give either a session or a prompt to take a snapshot of", "session_id")
         if not asked.session:
-            self._limits.checked(np.frombuffer(asked.prompt, np.uint32), _NOTHING)  # type: ignore[arg-type]
+            self._calls.limits.checked(np.frombuffer(asked.prompt, np.uint32), _NOTHING)  # type: ignore[arg-type]
         return run_steps(self._taken(asked))
 
     def take(self, asked: SnapshotRequest) -> Snapshot:

@@ -62,7 +62,7 @@ class Engine:
         most_in_host = None
         if parts.limits.max_model_len > parts.resident_tokens:
             most_in_host = sum(parts.cache.stats().slots.get("host", ())) - parts.cache.num_pageable
-        self.snapshots = EngineSnapshots(self.kv, parts.limits, self.launched, most_in_host)
+        self.snapshots = EngineSnapshots(self.kv, self.launched, most_in_host)
         parts.cache.call_when_launched(self._inbox.wake)
 
     # ---------------------------------------------------------------------------------------- from any thread

@@ -117,8 +117,9 @@ class EngineClient:
         event."""
         self._check_alive()
         tokens, _ = self.facts.limits.checked(asked.prompt, asked.sampling)
-        num_more = max(0, asked.sampling.max_tokens - 1)
-        self.facts.residency.for_request(asked.residency, asked.pins, len(tokens), num_more)
+        if asked.residency is not None or asked.pins is not None:
+            num_more = max(0, asked.sampling.max_tokens - 1)
+            self.facts.residency.for_request(asked.residency, asked.pins, len(tokens), num_more)
         self._asked[number] = _Asked(asked.id, listener)
         self._channel.send(boundary.Submit(number, replace(asked, prompt=tokens)))
         # the engine has ended meanwhile, and its end has missed this one

@@ -65,7 +65,7 @@ def flush(engine: Engine) -> None:
     settle_all(engine)
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 100, 400])
+@pytest.mark.parametrize("length", [16, 400])
 def test_a_prefix_comes_back_from_the_ssd_with_the_same_tokens(
     make_engine: MakeEngine, prompts: Prompts, tmp_path: Path, length: int
 ) -> None:

@@ -38,13 +38,12 @@ def full_engine(make_engine: Make, **settings: Any) -> Engine:
     return make_engine(blocks=256, host_blocks=256, max_model_len=2048, **settings)
 
 
-@pytest.mark.parametrize("share", [4, 8])
 def test_a_sequence_larger_than_its_room_gives_what_the_full_cache_gives(
-    share: int, make_engine: Make, prompts: Prompts
+    make_engine: Make, prompts: Prompts
 ) -> None:
     prompt = prompts(LONG)
     full = generate(full_engine(make_engine), prompt, max_tokens=40, logprobs=3)
-    engine = deep_engine(make_engine, LONG // share)
+    engine = deep_engine(make_engine, LONG // 8)
     assert_same(generate(engine, prompt, max_tokens=40, logprobs=3), full)
     assert engine.cache.stats().slots["device"].active == 0
 
@@ -111,7 +110,7 @@ def test_the_next_turn_finds_all_of_it_in_host_memory(make_engine: Make, prompts
         settle_all(engine)
 
 
-@pytest.mark.parametrize("turns", [1, 3, 6, 10, 30])
+@pytest.mark.parametrize("turns", [1, 6, 30])
 def test_cancelled_in_the_middle_it_leaves_nothing_behind(
     turns: int, make_engine: Make, prompts: Prompts
 ) -> None:

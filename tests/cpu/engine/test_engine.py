@@ -54,7 +54,7 @@ def test_requests_in_one_batch_get_the_tokens_they_get_alone(
     check_at_rest(together)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
+@pytest.mark.parametrize("chunk", [1, 33])
 def test_the_prefill_chunk_does_not_change_the_tokens(
     make_engine: MakeEngine, prompts: Prompts, chunk: int
 ) -> None:
@@ -137,7 +137,7 @@ def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(
 
 
 # Holds invariant 20: a cancel at any moment gives everything back.
-@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("turns", range(0, 12, 2))
 def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(
     make_engine: MakeEngine, prompts: Prompts, turns: int
 ) -> None:
@@ -156,9 +156,8 @@ def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(
     check_at_rest(engine)
 
 
-@pytest.mark.parametrize("failing_layer", [0, 1])
 def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
-    make_engine: MakeEngine, prompts: Prompts, failing_layer: int, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(capture=False)  # a graph on CUDA would not call the broken function
     model = engine.parts.executor.target.model
@@ -166,7 +165,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
     broken = [True]
 
     def layer(index: int, *rest: Any) -> Any:
-        if broken[0] and index == failing_layer:
+        if broken[0] and index == 1:
             raise StepFailed("the layer burst")
         return whole(index, *rest)
 
@@ -270,7 +269,7 @@ def test_logprobs_are_those_of_the_models_distribution(make_engine: MakeEngine, 
     assert plain.logprobs == [] and [e.top for e in chosen_only.logprobs] == [()] * 6
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("chunk", [1, 64])
 def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(
     make_engine: MakeEngine, prompts: Prompts, chunk: int
 ) -> None:

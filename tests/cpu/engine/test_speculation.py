@@ -128,12 +128,11 @@ def test_a_request_gets_the_tokens_and_scores_of_plain_decoding(
 
 
 @PLANS
-@pytest.mark.parametrize("seed", range(2))
-def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+def test_many_requests_share_steps(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
     """Some with drafts, some without, beside prompts; some are cancelled."""
-    choose = random.Random(seed)
+    choose = random.Random(0)
     plain = make_engine(blocks=512)
-    engine, script = scripted(make_engine, ahead, seed=seed, blocks=512, host_blocks=512, max_batch=6)
+    engine, script = scripted(make_engine, ahead, blocks=512, host_blocks=512, max_batch=6)
     pairs = []
     for n in range(14):
         options: dict[str, Any] = choose.choice(OPTIONS)
@@ -212,7 +211,7 @@ def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts
 
 
 @PLANS
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_tokens", [1, 3])
 def test_it_ends_where_plain_decoding_ends(
     num_tokens: int, ahead: bool, make_engine: Make, prompts: Prompts
 ) -> None:

@@ -162,11 +162,9 @@ def test_a_cancelled_constrained_request_leaves_nothing(engine: Engine) -> None:
 
 HOSTILE = {
     "contradiction": schema_of({"type": "integer", "minimum": 5, "maximum": 3}),
-    "never": schema_of({"type": "object", "properties": {"x": False}, "required": ["x"]}),
     "endless": schema_of({"$ref": "#"}),
     "far away": schema_of({"$ref": "https://example.com/a.json"}),
     "unknown keyword": schema_of({"not": {"type": "string"}}),
-    "no schema": schema_of([1]),
     "exponential": schema_of(
         {
             "allOf": [
@@ -177,16 +175,9 @@ HOSTILE = {
     ),
     "deep": Grammar("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000),
     "many remainders": schema_of({"type": "integer", "multipleOf": 86_400, "minimum": 0, "maximum": 10**15}),
-    "endless remainders": schema_of({"type": "integer", "multipleOf": 9_999_991}),
-    "optional": schema_of(
-        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
-    ),
-    "no JSON": Grammar("json_schema", "{"),
     "bad expression": Grammar("regex", "(a"),
-    "looks back": Grammar("regex", r"(a)\1"),
     "bad grammar": Grammar("lark", "start: nothing"),
     "no choice": Grammar("choice", "[]"),
-    "no list": Grammar("choice", '"a"'),
     "no strings": Grammar("choice", "[1]"),
 }
 

@@ -60,7 +60,7 @@ def busy(engine: Engine, prompts: Prompts) -> Collected:
     return other
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 100])
+@pytest.mark.parametrize("length", [15, 16, 100])
 def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(
     make_engine: MakeEngine, prompts: Prompts, length: int
 ) -> None:
@@ -145,7 +145,7 @@ def crowd(engine: Engine, prompts: Prompts, **sampling: Any) -> list[Collected]:
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefix_cache": False}, {"capture": False}, {"prefill_chunk": 16}])
+@pytest.mark.parametrize("settings", [{"prefix_cache": False}, {"capture": False, "prefill_chunk": 16}])
 def test_a_retracted_request_resumes_from_host_memory_with_no_token_computed_again(
     make_engine: MakeEngine, prompts: Prompts, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
