@@ -118,7 +118,7 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
         lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")],
     )
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
-    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.reset_cache(("device",)))
+    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.kv.reset(("device",)))
     verdict = run(threads=1, seen=lambda engine: any(engine.stats().sanitizer.values()))
     assert any("the sanitizer reports" in violation for violation in verdict.violations)
 

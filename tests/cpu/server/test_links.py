@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import socket
@@ -40,6 +41,7 @@ from penstock.contract import (
     PromptLogprobs,
     SamplingParams,
     SnapshotRequest,
+    Submission,
     TokenEvent,
     TokenLogprob,
     TokenScores,
@@ -256,8 +258,8 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Linked]:
 
 
 def submit(number: int, name: str = "r", **sampling: object) -> boundary.Submit:
-    prompt = np.arange(5, dtype=np.uint32).tobytes()
-    return boundary.Submit(number, f"{name}{number}", prompt, SamplingParams(**{**GREEDY, **sampling}))  # type: ignore[arg-type]
+    params = SamplingParams(**{**GREEDY, **sampling})  # type: ignore[arg-type]
+    return boundary.Submit(number, Submission([*range(5)], params, f"{name}{number}"))
 
 
 def call(number: int, name: str, *arguments: object) -> boundary.Call:
@@ -318,9 +320,8 @@ def test_what_a_front_held_when_it_hung_up_is_let_go_of(linked: Linked, tmp_path
     adapter = adapters.load("a", write_random_adapter(tmp_path / "a", TINY_LLAMA, 0)).adapter
     front = linked.front()
     front.send(boundary.HoldAdapter(1, adapter))
-    prompt, options = np.arange(20, dtype=np.uint32).tobytes(), boundary.SubmitOptions(session="agent")
     sampling = SamplingParams(**{**GREEDY, "max_tokens": 200})  # type: ignore[arg-type]
-    front.send(boundary.Submit(1, "r1", prompt, sampling, options))
+    front.send(boundary.Submit(1, Submission([*range(20)], sampling, "r1", session="agent")))
     next(steps_of(front))
     assert adapters.unload("a")
     adapters.hold(adapter).end()  # the front still has it
@@ -390,7 +391,7 @@ def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(
         b"\x05\0\0\0hello",
         frame(boundary.Tokens([], [])),
         frame(boundary.Call(1, "close", b"\x90")),
-        frame(boundary.Call(1, "reset_cache", b"\x01")),
+        frame(boundary.Call(1, "kv.reset", b"\x01")),
     ],
     ids=["length", "text", "the other end's", "no call", "no arguments"],
 )
@@ -413,10 +414,10 @@ def test_a_call_that_fails_is_answered_with_its_error_and_is_not_in_progress_any
     def fail(*_: object) -> None:
         raise StoreFailed("the disk is gone")
 
-    calls = [("reset_cache", (("device",),)), ("wait_flushed", ("persisted", 1.0))]
+    calls = [("kv.reset", (("device",),)), ("kv.wait_flushed", ("persisted", 1.0))]
     front = linked.front()
     for number, (name, arguments) in enumerate(itertools.chain(calls, calls)):
-        monkeypatch.setattr(linked.engine, name, fail)
+        monkeypatch.setattr(linked.engine.kv, name.removeprefix("kv."), fail)
         front.send(call(number, name, *arguments))
         assert reply_of(front).fault == boundary.SentError("StoreFailed", "the disk is gone")
 
@@ -455,7 +456,7 @@ def test_an_adapter_can_be_submitted_to_until_every_front_knows_that_it_is_unloa
             assert message is not None and not isinstance(message, boundary.Returned)
     one.send(Awake(adapters=message.version))
     late = submit(1, max_tokens=2)
-    late.options.adapter = adapter
+    late.asked = dataclasses.replace(late.asked, adapter=adapter)
     other.send(late)  # before it has read that
     assert until_over(other) == (2, FinishReason.LENGTH)
     one.sock.setblocking(False)
@@ -546,7 +547,7 @@ async def wait_read(engine: Wire[FromFront]) -> None:
 
 def ask(client: EngineClient, listener: Callable[[TokenEvent], None] = lambda event: None) -> int:
     number = client.new_number()
-    client.submit(number, "a", [1], FOUR, listener)
+    client.submit(number, Submission([1], FOUR, "a"), listener)
     return number
 
 
@@ -629,16 +630,16 @@ def test_what_is_asked_on_another_thread_while_the_engine_ends_is_refused() -> N
 
 
 def test_messages_of_many_socket_buffers_arrive_in_order_though_the_engine_reads_late() -> None:
-    prompts = [[n % 250 for n in range(first, first + 60_000)] for first in (0, 1, 2)]
+    prompts = [[n % 250 for n in range(first, first + 150_000)] for first in (0, 1, 2)]
 
     async def play(client: EngineClient, engine: Wire[FromFront]) -> None:
         for prompt in prompts:
             number = client.new_number()
-            client.submit(number, "a", prompt, FOUR, lambda event: None)
+            client.submit(number, Submission(prompt, FOUR, "a"), lambda event: None)
         client.cancel(number)
         for prompt in prompts:
             message = await heard(engine)
-            assert np.frombuffer(message.prompt, np.uint32).tolist() == prompt
+            assert message.asked.prompt == prompt
         assert await heard(engine) == boundary.Cancel(number)
         loop = asyncio.get_running_loop()
         assert not loop.remove_writer(client._channel._sock), "the loop turns for it no more"
@@ -652,7 +653,7 @@ def test_a_request_hears_all_of_its_own_events_one_of_them_last_and_is_cancelled
     async def play(client: EngineClient, engine: Wire[FromFront]) -> None:
         number = ask(client, events.append)
         submitted, unknown = await heard(engine), number + 100
-        assert (submitted.number, submitted.request_id) == (number, "a")
+        assert (submitted.number, submitted.asked.id) == (number, "a")
         client.cancel(unknown)
         client.cancel(number)
         assert await heard(engine) == boundary.Cancel(number)

@@ -270,7 +270,7 @@ def loop() -> ScriptedLoop:
 
 @pytest.mark.parametrize(
     ("name", "arguments", "answer"),
-    [("reset_cache", (("device",),), {"device": 3}), ("wait_flushed", ("visible", 1.0), None)],
+    [("kv.reset", (("device",),), {"device": 3}), ("kv.wait_flushed", ("visible", 1.0), None)],
 )
 def test_an_operator_is_answered_though_the_engine_does_not_come_round(
     loop: ScriptedLoop,
@@ -281,17 +281,17 @@ def test_an_operator_is_answered_though_the_engine_does_not_come_round(
 ) -> None:
     """One that is under way goes on, and keeps the next one out until it is over."""
     gate = threading.Event()
-    monkeypatch.setattr(loop.engine, name, lambda *_: gate.wait() and answer)
+    monkeypatch.setattr(loop.engine, name.removeprefix("kv."), lambda *_: gate.wait() and answer)
     _, late = service_module.PATIENCE[name]
 
     async def asking() -> None:
         service = service_of(loop)
         service.start()
         monkeypatch.setitem(service_module.PATIENCE, name, (0.0, late))
-        with pytest.raises(DeadlineExceeded if name == "reset_cache" else EngineClosed):
+        with pytest.raises(DeadlineExceeded if name == "kv.reset" else EngineClosed):
             await service.ask(name, *arguments)
         monkeypatch.setitem(service_module.PATIENCE, name, (30.0, late))
-        with pytest.raises(Overloaded, match="reset" if name == "reset_cache" else "flush"):
+        with pytest.raises(Overloaded, match="reset" if name == "kv.reset" else "flush"):
             await service.ask(name, *arguments)
         gate.set()
         by_s = time.monotonic() + 30.0

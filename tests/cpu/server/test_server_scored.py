@@ -29,7 +29,8 @@ def test_an_answer_says_that_it_is_scored() -> None:
 
 
 def check_refusals(server: Tiered) -> None:
-    body = {"model": MODEL, "prompt": LONG, "max_tokens": 4}
+    # a stream has no status yet when it is refused
+    body = {"model": MODEL, "prompt": LONG, "max_tokens": 4, "stream": True}
     for fields, said in (
         ({"kv_pin_spans": [[0, 5]]}, "kv_residency scored"),
         ({"kv_residency": "scored", "kv_pin_spans": [[0, 800]]}, "one has to be free"),

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.contract import FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent, TokenLogprob
 from penstock.errors import InvalidRequest, Overloaded, StepFailed
 from penstock.server.client import EngineClient
 from penstock.server.generate import prompt_offsets
@@ -31,7 +31,7 @@ class Hand:
         num_before = self.engine.num_open
         reading = Generations(self.client, self.gate.take(num))
         for index in range(num):
-            reading.submit(index, [1], SamplingParams(max_tokens=10), cache_salt="")
+            reading.submit(index, Submission([1], SamplingParams(max_tokens=10)))
         while self.engine.num_open < num_before + num:
             await asyncio.sleep(0)
         return reading
@@ -76,7 +76,7 @@ def test_a_failed_submit_holds_nothing() -> None:
     async def scenario() -> None:
         hand = Hand()
         with pytest.raises(InvalidRequest), Generations(hand.client, hand.gate.take(2)) as reading:
-            reading.submit(0, [], SamplingParams(max_tokens=1), cache_salt="")
+            reading.submit(0, Submission([], SamplingParams(max_tokens=1)))
         assert (hand.gate.taken, hand.client.num_open, hand.engine.num_open) == (0, 0, 0)
 
     asyncio.run(scenario())
