@@ -454,13 +454,13 @@ def test_a_pass_that_fails_costs_nobody_an_answer(
     engine.check()
 
 
-def test_other_tokens_are_refused_by_name() -> None:
+def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"draft: the draft model has other tokens than the target: 512 is b'<512>', not b''.*"
-        r"and 48637 more",
+        r"and 125 more",
     ):
-        build(drafting(tiny_config(), "smollm2-135m"))
+        build(drafting(tiny_config(), write_shape(tmp_path / "other", vocab_size=640)))
     with pytest.raises(ConfigError, match="draft needs a model: draft:PATH"):
         SpeculationConfig("draft")
 
