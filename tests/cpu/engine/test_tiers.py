@@ -18,7 +18,7 @@ from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import Packer
 from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.slots import SlotState
-from penstock.kv.transfer import Group, Transfer
+from penstock.kv.transfer import Transfer
 from penstock.sanitizer.report import Kind
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support.driving import Collected, generate, run_all, settle_all, submit
@@ -311,62 +311,6 @@ def test_a_flush_covers_what_is_submitted_and_not_launched(make_engine: MakeEngi
     save.let()
     engine.cache.drain(20.0)
     assert engine.stats().kv_blocks["host"]["idle"] == 4
-
-
-def test_a_save_reads_a_block_before_its_slot_is_used_again(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(blocks=6, host_blocks=64)
-    cold = generate(engine, prompts(64), max_tokens=1)
-    _, save = gates(engine)
-    forget(engine)
-    forget(engine, "host")
-    save.hold()
-    assert generate(engine, prompts(64), max_tokens=1).tokens == cold.tokens
-    # four blocks; two are free, four wait for the save
-    other = submit(engine, prompts(60, seed=9), max_tokens=2)
-    turn(engine, 5)
-    assert other.tokens == [] and states(engine) == {"waiting": 1}
-    save.let()
-    run_all(engine)
-    settle_all(engine)
-    forget(engine)
-    again = generate(engine, prompts(64), max_tokens=1)
-    assert again.tokens == cold.tokens and again.source == KvSource(host=63, computed=1)
-
-
-# Holds invariant 4: a step begins under its own load.
-def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(host_blocks=64)
-    if engine.parts.arena.device.type == "cuda":
-        pytest.skip("ops run when they are launched here: order on the device is shown by test_overlap_cuda")
-    overlap_from(engine, 0)
-    cache = engine.cache
-    each = [Group((i, i + 1)) for i in range(engine.parts.arena.layout.num_layers)]
-    monkeypatch.setattr(cache.loads, "_groups", lambda num_blocks, layered: each)
-    expected = generate(engine, prompts(90), max_tokens=4).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    order: list[str] = []
-    load.on_copy = lambda layers: order.append(f"copy {layers[0]}")
-    layer = type(engine.parts.executor.target.model).layer
-
-    def noted(self: Any, index: int, *rest: Any) -> Any:
-        order.append(f"layer {index}")
-        if index == 0:
-            load.let()
-        return layer(self, index, *rest)
-
-    monkeypatch.setattr(type(engine.parts.executor.target.model), "layer", noted)
-    load.hold()
-    load.let(1)
-    # the second layer's copy goes only once the first layer is computed
-    returning = submit(engine, prompts(90), max_tokens=4)
-    run_all(engine)
-    assert returning.tokens == expected and returning.source == KvSource(host=80, computed=10)
-    assert order[:3] == ["copy 0", "layer 0", "copy 1"], order[:8]
 
 
 @pytest.mark.parametrize("overlap_tokens", [0, 1 << 30], ids=["layer by layer", "behind all of it"])
