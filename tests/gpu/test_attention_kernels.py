@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -28,9 +27,7 @@ from penstock.engine.execution.attention import triton as backend  # noqa: E402
 from penstock.engine.execution.attention import triton_kernels  # noqa: E402
 from penstock.engine.execution.attention.reference import ReferenceAttention  # noqa: E402
 from penstock.engine.execution.attention.triton import TritonAttention  # noqa: E402
-from penstock.errors import ConfigError  # noqa: E402
 from penstock.models.model import ModelConfig  # noqa: E402
-from tests.support.mutation import mutated  # noqa: E402
 from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -72,10 +69,8 @@ def assert_agrees(
     **how: Any,
 ) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
-    reference = ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64)
-    tried = kind(ours.arena, step.config, step.rope, **how)
-    if blank_from is not None:
-        reference.blank_from = tried.blank_from = blank_from
+    reference = ReferenceAttention(theirs.arena, step.config, step.rope, blank_from, torch.float64)
+    tried = kind(ours.arena, step.config, step.rope, blank_from, **how)
     expected, made = outputs(reference, theirs, norms=norms), outputs(tried, ours, norms=norms)
     tolerance = TOLERANCE[step.arena.dtype]
     for got, want in zip(made, expected, strict=True):
@@ -277,23 +272,14 @@ def test_splits_fill_the_device_and_depend_on_the_shape_alone() -> None:
 
 @pytest.mark.parametrize(("num_chunks", "splits"), [(8, 2), (9, 3), (10, 3), (11, 1), (20, 1), (21, 1)])
 def test_decodes_agree_with_the_reference_however_many_there_are_per_multiprocessor(
-    num_chunks: int, splits: int
+    num_chunks: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spans = [Span(37 + 29 * (i % 5), 1) for i in range(num_chunks)]
-    step = make_step(spans, dtype=HALF)
-
-    class OnEight(TritonAttention):
-        def __init__(self, *args: Any, **how: Any) -> None:
-            super().__init__(*args, **how)
-            self._num_sms = 8
-
-        def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
-            assert super().num_splits(num_chunks, num_tiles, deep) == 2
-            return 2
-
-    made = OnEight(step.arena, step.config, step.rope)
-    assert made.grid(backend._Launch(0, num_chunks, 0, num_chunks, 1), deep=False)[2] == splits
-    assert_agrees(step, OnEight)
+    step, kind = make_step(spans, dtype=HALF), on_multiprocessors(8)
+    made = kind(step.arena, step.config, step.rope)
+    monkeypatch.setattr(kind, "num_splits", lambda *_: 2)
+    assert made.grid(backend._Launch(0, num_chunks, 0, num_chunks, 1), deep=False).splits == splits
+    assert_agrees(step, kind)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 16])
@@ -330,12 +316,6 @@ def test_a_long_chunk_over_a_longer_prefix_has_a_tile_of_its_own() -> None:
         make_step((Span(150, 48),), dtype=HALF),
         tuning=backend.TUNING[2]._replace(short=backend.TUNING[2].decode),
     )
-
-
-def test_unknown_choices_are_refused() -> None:
-    step = make_step(DECODES)
-    with pytest.raises(ConfigError):
-        TritonAttention(step.arena, step.config, step.rope, prefill="fast")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------- PyTorch's fused attention
@@ -580,12 +560,6 @@ def test_keys_that_were_left_out_are_seen_by_nobody(
     )  # of some whole tiles are left out
     leave_out(step, left_out)
     assert_agrees(step, blank_from=0)
-    with pytest.raises(AssertionError):  # a key of zeros is a key elsewhere
-        assert_agrees(step, NotSkipping, blank_from=0)
-
-
-class NotSkipping(TritonAttention):
-    blank_from = property(lambda self: 99, lambda self, value: None)  # type: ignore[assignment]
 
 
 def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_request(
@@ -608,8 +582,8 @@ def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_reques
         torch.zeros(2, 2, 2, 16, 1, 32, dtype=HALF, device=DEVICE),
         (config := windowed(0, 34)),
         rope_table(config, DEVICE),
+        blank_from=1,
     )
-    attention.blank_from = 1
     attention.compile()
     needed = set[tuple[Any, ...]]()
     for q_len, num_chunks, deep in itertools.product(
@@ -639,56 +613,3 @@ def test_a_chunk_whose_window_hides_keys_is_not_fused(monkeypatch: pytest.Monkey
     step = make_step((Span(0, 40),), windowed(39, 40), dtype=HALF)
     attention = TritonAttention(step.arena, step.config, step.rope, prefill="sdpa")
     assert [attention._fuses(0, 40, window) for window in (39, 40, 0)] == [(0, False), (0, True), (0, True)]
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-FAULTS = {
-    "a causal mask off by one": ("keys[None, :] <= last_visible", "keys[None, :] < last_visible"),
-    "a causal mask open by one": ("keys[None, :] <= last_visible", "keys[None, :] <= 1 + last_visible"),
-    "an entry behind the table is read": ("exists = keys < end", "exists = keys < end + 1"),
-    "shares merged without their weights": ("tl.exp2(lse - tl.where(largest > float(\"-inf\"), largest, 0.0))", "lse * 0.0 + 1.0"),  # noqa: E501
-    "a share of keys left out": ("end = tl.minimum(begin + share, key_end)", "end = tl.minimum(begin + share - TILE_KEYS, key_end)"),  # noqa: E501
-    "empty shares counted": ("has_keys = lse != float(\"-inf\")", "has_keys = splits < num_splits"),
-    "every token written to its block's start": ("(at % BLOCK_TOKENS) * TOKEN_STRIDE", "(at % 1) * TOKEN_STRIDE"),  # noqa: E501
-    "rotation the other way": ("first = (x * cos - y * sin)", "first = (x * cos + y * sin)"),
-}  # fmt: skip
-
-
-WINDOW_FAULTS = {
-    "a window open by one": ("> last_visible[:, None] - WINDOW", ">= last_visible[:, None] - WINDOW"),
-    "a window closed by one": ("> last_visible[:, None] - WINDOW", "> 1 + last_visible[:, None] - WINDOW"),
-    "keys that some rows do not see taken as seen by all": ("tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS)", "tl.cdiv(0, TILE_KEYS)"),  # noqa: E501
-    "keys of the window left out": ("tile * TILE_TOKENS + 1 - WINDOW", "tile * TILE_TOKENS + 1 - WINDOW + TILE_KEYS"),  # noqa: E501
-}  # fmt: skip
-
-FAULTY = (Span(60, 1), Span(35, 1), Span(7, 12))
-
-
-def test_without_a_fault_the_comparison_is_green(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_splits(monkeypatch, 4)
-    assert_agrees(make_step(FAULTY, SMALL))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_turns_the_comparison_red(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_splits(monkeypatch, 4)
-    step = make_step(FAULTY, SMALL)
-    with mutated(triton_kernels, *FAULTS[fault], tmp_path) as mutant:
-        monkeypatch.setattr(backend, "kernels", mutant)
-        with pytest.raises(AssertionError):
-            assert_agrees(step)
-
-
-@pytest.mark.parametrize("fault", WINDOW_FAULTS)
-def test_a_fault_in_windows_turns_the_comparison_red(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_splits(monkeypatch, 2)
-    step = make_step(FAULTY, windowed(20, num_heads=2, num_kv_heads=1, head_dim=16))
-    with mutated(triton_kernels, *WINDOW_FAULTS[fault], tmp_path) as mutant:
-        monkeypatch.setattr(backend, "kernels", mutant)
-        with pytest.raises(AssertionError):
-            assert_agrees(step)

@@ -49,8 +49,10 @@ class SteadyAttention(CpuAttention):
     """`Attention` in float32 on the CPU. Whole sequences are on the device, and all layers have KV of every
     token."""
 
-    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
-        super().__init__(arena, config, rope)
+    def __init__(
+        self, arena: Tensor, config: ModelConfig, rope: Tensor, blank_from: int | None = None
+    ) -> None:
+        super().__init__(arena, config, rope, blank_from)
         if arena.dtype != torch.float32:
             raise InvariantBroken(f"steady attention is computed in float32, not in {arena.dtype}")
         self._preparation = self._steady = _SteadyPreparation(arena, self._sizes, rope)
@@ -122,7 +124,7 @@ class _SteadyPreparation(Preparation):
 
     def step(self, inputs: StepInputs) -> PreparedStep:
         self.chunks = tuple(self._chunk(span) for span in self.spans(inputs))
-        return PreparedStep(inputs, self._several(inputs), ())
+        return PreparedStep(inputs, self._tokens(inputs), ())
 
     def _chunk(self, span: ChunkSpan) -> _Chunk:
         rows = self.key_rows(span)
