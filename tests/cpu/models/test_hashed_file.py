@@ -105,7 +105,7 @@ def test_pieces_cover_every_row_once_and_are_no_larger_than_they_may_be(
 def test_any_part_of_a_hashed_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
     path = tmp_path / "file"
-    for size in (0, 1, 999, 1000, 1001, 5500):
+    for size in (0, 999, 1000, 5500):
         data = np.random.default_rng(size).bytes(size)
         path.write_bytes(data)
         with HashedFile(path, silent) as file:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError
 from penstock.models.progress import silent
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, read_head
 from penstock.speculation.vocab import DraftVocab
@@ -64,11 +63,6 @@ def test_the_loss_falls_and_more_drafts_are_kept_of_text_that_was_not_trained_on
     assert trained.kept > untrained.kept
 
 
-def test_the_same_seed_gives_the_same_head() -> None:
-    first, second = learned(6)[0].head.tensors, learned(6)[0].head.tensors
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_a_run_that_was_ended_goes_on_where_it_was() -> None:
     whole, _ = learned(8)
     half, _ = learned(8, stop_at=4)
@@ -102,14 +96,6 @@ def test_a_run_by_the_clock_ends_in_time_with_the_rate_of_its_end(times: list[fl
     assert all(rate <= CONFIG.learning_rate for rate in rates)
 
 
-def test_a_run_by_the_clock_goes_on_with_the_rate_it_had() -> None:
-    now_s = [7.0]
-    done = by_clock(60.0, before=0.5, clock=lambda: now_s[0])
-    assert done(3) == 0.5
-    now_s[0] += 30.0
-    assert done(4) == 0.75
-
-
 def test_hidden_states_are_those_of_the_forward_pass() -> None:
     """Of every text of a batch, whatever its neighbours and its padding are."""
     target = tiny_target()
@@ -141,27 +127,6 @@ def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_a
     # behind that token.
     firsts = torch.cat([choice[:, 2:23].flatten() for choice in chosen])
     assert found["half"].rates[0] == pytest.approx(float((firsts % 2 == 0).double().mean()))
-
-
-def test_texts_too_short_to_learn_from_are_left_out_and_none_at_all_is_refused() -> None:
-    target = tiny_target()
-    short = [text._replace(tokens=text.tokens[:3]) for text in written(target, 4, 8, 1)]
-    assert batches(short, target, CONFIG, silent) == []
-    with pytest.raises(ConfigError, match="no text"):
-        Training(Trainable(target, None, 0), [], CONFIG, 1)
-
-
-def test_a_batch_has_no_more_tokens_than_it_may_and_every_text_once() -> None:
-    target = tiny_target()
-    texts = [text for length in (9, 17, 24) for text in written(target, 10, length, length)]
-    made = batches(texts, target, TrainingConfig(depth=2, batch_tokens=64), silent)
-    assert all(batch.tokens.numel() <= 64 for batch in made)
-    found = [
-        tuple(row[:length].tolist())
-        for batch in made
-        for row, length in zip(batch.tokens, batch.lengths, strict=True)
-    ]
-    assert sorted(found) == sorted(tuple(text.tokens) for text in texts)
 
 
 # ------------------------------------------------------------------------------------------------ the command
