@@ -25,7 +25,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from penstock.engine.execution.attention import triton as backend  # noqa: E402
 from penstock.engine.execution.attention import triton_kernels  # noqa: E402
-from penstock.engine.execution.attention.reference import ReferenceAttention  # noqa: E402
+from tests.support.reference_attention import ReferenceAttention  # noqa: E402
 from penstock.engine.execution.attention.triton import TritonAttention  # noqa: E402
 from penstock.models.model import ModelConfig  # noqa: E402
 from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table  # noqa: E402

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.models.layers import TorchLayerOps, rope_table, split_norm_rotate
+from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA
 from penstock.models.model import ModelConfig
-from penstock.models.qwen3 import TINY_QWEN3
 
 OPS = TorchLayerOps()
 
@@ -50,28 +49,6 @@ def test_silu_mul_gates_the_second_half_with_the_first_and_keeps_its_input() -> 
     gate, up = before.double().chunk(2, dim=-1)
     assert torch.allclose(OPS.silu_mul(gate_up).double(), gate * torch.sigmoid(gate) * up, atol=1e-6)
     assert torch.equal(gate_up, before)
-
-
-@pytest.mark.parametrize("normed", [False, True])
-def test_split_norm_rotate_agrees_with_head_by_head_arithmetic(normed: bool) -> None:
-    config, table = TINY_QWEN3, rope_table(TINY_QWEN3)
-    qkv, positions = torch.randn(6, config.qkv_width), torch.tensor([3, 4, 5, 900, 901, 0], dtype=torch.int32)
-    q_norm, k_norm = (torch.rand(config.head_dim), torch.rand(config.head_dim)) if normed else (None, None)
-    q, k, v = split_norm_rotate(qkv, q_norm, k_norm, positions, table, config)
-    heads = qkv.view(6, -1, config.head_dim)
-    half = config.head_dim // 2
-    for out, first, num, weight in (
-        (q, 0, config.num_heads, q_norm),
-        (k, config.num_heads, config.num_kv_heads, k_norm),
-    ):
-        assert out.shape == (6, num, config.head_dim)
-        for t, head in ((t, h) for t in range(6) for h in range(num)):
-            x = heads[t, first + head]
-            x = reference_norm(x, weight, config.norm_eps) if weight is not None else x.double()
-            cos, sin = table[positions[t], :half].double(), table[positions[t], half:].double()
-            expected = torch.cat((x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin))
-            assert torch.allclose(out[t, head].double(), expected, atol=1e-5)
-    assert torch.equal(v, heads[:, config.num_heads + config.num_kv_heads :])
 
 
 # ------------------------------------------- where arithmetic is rounded: to the bit as in training

@@ -173,7 +173,7 @@ class Preparation:
             elif window and span.kv_len > window:
                 bands += self._bands(span, window)
             else:
-                long.append(self._long(span))
+                long.append(self.long(span))
         lone = [self._lone(span) for span in alone]
         short = [self._short(group, window) for group in self._grouped(batched)]
         short += [self._short([band], window) for band in bands]
@@ -289,7 +289,7 @@ class Preparation:
             q_len,
         )
 
-    def _long(self, span: ChunkSpan) -> _Long:
+    def long(self, span: ChunkSpan) -> _Long:
         prefix_len = span.kv_len - span.q_len
         keys = span.table[: self._sizes.num_blocks(prefix_len)] * self._blocks_per_slot
         space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
@@ -364,7 +364,7 @@ class CpuAttention:
             out[short.rows] = self._attend_short(layer, q[short.rows], short)
         for chunk in plan.long:
             own = slice(chunk.begin, chunk.end)
-            out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
+            out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk).out.view(q[own].shape)
         return out.flatten(1)
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
@@ -374,18 +374,9 @@ class CpuAttention:
             q.new_empty(q.shape[:2]).float(),
         )
         for span in self._preparation.spans(inputs):
-            own = slice(span.q_begin, span.q_begin + span.q_len)
-            partial.out[own], partial.lse[own] = self._attend_own(q[own], k[own], v[own])
-            num_past = span.kv_len - span.q_len
-            if num_past:
-                rows = self._preparation.key_rows(span)[:num_past]
-                past = torch.stack([self._layers[layer].rows[rows + at] for at in (0, sizes.block_tokens)])
-                self.add_piece(
-                    partial,
-                    q,
-                    (own.start, own.stop),
-                    past.view(2, num_past, sizes.num_kv_heads, sizes.head_dim),
-                )
+            chunk = self._preparation.long(span)
+            own = slice(chunk.begin, chunk.end)
+            partial.out[own], partial.lse[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
         return partial
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
@@ -400,7 +391,7 @@ class CpuAttention:
         num_rows = own.stop - own.start
         queries = q[own].transpose(0, 1).reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
         keys, values = piece.transpose(1, 2).unsqueeze(1)
-        out, lse = _flash(queries, keys, values, scale=sizes.scale)
+        out, lse = FLASH(queries, keys, values, scale=sizes.scale)
         out = out.reshape(sizes.num_heads, num_rows, sizes.head_dim).transpose(0, 1).float()
         lse = lse.reshape(sizes.num_heads, num_rows).t().float()
         weight = torch.sigmoid(lse - partial.lse[own])
@@ -452,30 +443,29 @@ class CpuAttention:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=sizes.scale)
         return out.unflatten(2, (sizes.group, q_len)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
-    def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Tensor:
-        """[q_len, heads, head_dim]. The prefix is attended separately and merged by log-sum-exp, so that no
-        mask is built."""
+    def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Partial:
+        """The prefix is attended separately and merged by log-sum-exp, so that no mask is built."""
         sizes, partial = self._sizes, self._attend_own(q, k, v)
         if chunk.prefix_len == 0:
-            return partial.out.view(q.shape)
+            return partial
         kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
         past = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim)[:, : chunk.prefix_len]
         if layer >= sizes.blank_from:
             past = past[:, ~_is_blank(past[0, :, 0])]
         if past.shape[1]:  # not all of the prefix is blank
             self.add_piece(partial, q, (0, len(q)), past)
-        return partial.out.view(q.shape)
+        return partial
 
     def _attend_own(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         """Causal attention of tokens among themselves."""
         queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         heads = (x.repeat_interleave(self._sizes.group, dim=1) for x in (keys, values))
-        out, lse = _flash(queries, *heads, is_causal=True, scale=self._sizes.scale)
+        out, lse = FLASH(queries, *heads, is_causal=True, scale=self._sizes.scale)
         return Partial(out.squeeze(0).transpose(0, 1).flatten(1).float(), lse.squeeze(0).t().float())
 
 
 # returns the log-sum-exp of the scores as well
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _from_layer(arena: Tensor, layer: int) -> _Layer:

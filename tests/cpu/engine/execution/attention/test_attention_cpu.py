@@ -22,9 +22,9 @@ from penstock.engine.execution.attention.cpu import (
     SHORT_TOKENS,
     CpuAttention,
 )
-from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step
+from tests.support.reference_attention import ReferenceAttention
 
 # One of each: decodes of several lengths, a full match, short and long chunks, with and without a prefix,
 # aligned and not.

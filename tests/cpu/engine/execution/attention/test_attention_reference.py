@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table
+from tests.support.reference_attention import ReferenceAttention
 
 SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(0, 19), Span(16, 16), Span(5, 30))
 

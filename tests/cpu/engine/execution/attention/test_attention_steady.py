@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.execution.attention.cpu_steady import PAD_TOKENS, SteadyAttention
-from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 from tests.support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
+from tests.support.reference_attention import ReferenceAttention
 
 SPANS = (
     Span(37, 1),
