@@ -77,7 +77,7 @@ def test_the_digest_is_stable_and_tells_dtypes_apart() -> None:
     assert first.model.digest != load(dtype=torch.bfloat16).model.digest
 
 
-@pytest.mark.parametrize("keep", [0, 100, 1_000_000, 3_000_000, 98_000_000, 98_362_431])
+@pytest.mark.parametrize("keep", [0, 1_000_000, 98_362_431])
 def test_the_file_cut_short_is_a_model_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
