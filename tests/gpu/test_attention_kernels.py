@@ -114,15 +114,6 @@ def test_few_and_many_tokens_rotate_alike(
     assert_agrees(make_step((Span(30, num_tokens),), config), norms=norms)
 
 
-def test_every_number_of_splits_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More shares than tiles of keys, too: those without keys must not count."""
-    for splits in (2, 7, 64) if not INTERPRETED else (7,):
-        with_splits(monkeypatch, splits)
-        assert_agrees(
-            make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 10)), shared_blocks=3, seed=splits)
-        )
-
-
 def on_multiprocessors(num: int) -> type[TritonAttention]:
     """The backend as on a device that has so many."""
 
@@ -146,16 +137,6 @@ def test_long_keys_in_as_many_shares_as_can_be_merged_agree(
     with_splits(monkeypatch, shares)
     keys = backend.TUNING[4].decode.keys
     assert_agrees(make_step((Span((shares - 1) * keys + 4, 1),), SMALL, seed=shares))
-
-
-@pytest.mark.parametrize("num", [4096] if INTERPRETED else [16, 4096])
-def test_a_device_of_any_size_has_no_more_shares_than_are_merged(num: int) -> None:
-    kind, keys = on_multiprocessors(num), backend.TUNING[4].decode.keys
-    step = make_step((Span(backend.MAX_SPLITS * keys - 5, 1),), SMALL)
-    attention = kind(step.arena, step.config, step.rope)
-    assert attention.num_splits(1, 1) == min(2 * num, backend.MAX_SPLITS)
-    if not INTERPRETED:  # the test above has as many shares, and the interpreter takes seconds for them
-        assert_agrees(step, kind)
 
 
 @pytest.mark.parametrize("shares", [5] if INTERPRETED else [1, 5])
@@ -188,11 +169,6 @@ def test_all_shapes_that_a_context_can_need_are_planned() -> None:
     assert backend.fused_shapes(SIZES._replace(least_keys=200), 32, 200) == [], (
         "pieces that are never taken are not planned"
     )
-
-
-def test_pieces_are_the_largest_that_fit() -> None:
-    assert backend.pieces(1000, (256, 128)) == [256, 256, 256, 128]
-    assert backend.pieces(127, (256, 128)) == []
 
 
 def test_only_planned_shapes_are_fused() -> None:
@@ -261,15 +237,6 @@ def test_a_length_one_too_long_is_noticed() -> None:
     assert outputs(TritonAttention(step.arena, step.config, step.rope), step)[3].isnan().any()
 
 
-def test_splits_fill_the_device_and_depend_on_the_shape_alone() -> None:
-    step = make_step(DECODES)
-    attention = TritonAttention(step.arena, step.config, step.rope)
-    splits = [attention.num_splits(chunks, 1) for chunks in (1, 4, 64, 4096)]
-    assert splits == sorted(splits, reverse=True)
-    assert splits[0] > 1 and splits[-1] == 1
-    assert max(splits) <= backend.MAX_SPLITS
-
-
 @pytest.mark.parametrize(("num_chunks", "splits"), [(8, 2), (9, 3), (10, 3), (11, 1), (20, 1), (21, 1)])
 def test_decodes_agree_with_the_reference_however_many_there_are_per_multiprocessor(
     num_chunks: int, splits: int, monkeypatch: pytest.MonkeyPatch
@@ -282,39 +249,11 @@ def test_decodes_agree_with_the_reference_however_many_there_are_per_multiproces
     assert_agrees(step, kind)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 5, 16])
-def test_a_few_long_sequences_are_cut_into_more_shares_than_short_ones_and_one_alone_is_not(
-    num_chunks: int,
-) -> None:
-    step = make_step(DECODES, dtype=HALF)
-    attention = TritonAttention(step.arena, step.config, step.rope)
-    attention._num_sms = 132
-    launch = backend._Launch(0, num_chunks, 0, num_chunks, 1)
-    deep, short = attention.grid(launch, deep=True), attention.grid(launch, deep=False)
-    assert deep[:2] == short[:2] and backend.MAX_SPLITS >= deep[2] >= short[2]
-    assert (deep[2] > short[2]) == (num_chunks > 1 and short[2] < backend.MAX_SPLITS)
-
-
 def test_sequences_of_different_lengths_in_many_shares_agree_with_the_reference() -> None:
     tuning = backend.TUNING[2]._replace(programs_per_sm=64)
     assert_agrees(
         make_step([Span(3, 1), Span(900, 1), Span(64, 1), Span(250, 1), Span(0, 1)], dtype=HALF),
         tuning=tuning,
-    )
-
-
-def test_a_long_chunk_over_a_longer_prefix_has_a_tile_of_its_own() -> None:
-    step = make_step((Span(0, 1),), dtype=HALF)
-    attention = TritonAttention(step.arena, step.config, step.rope)
-    launch = backend._Launch(0, 1, 0, 512, 512)
-    assert (
-        attention.grid(launch, deep=True)[0]
-        == backend.TUNING[2].deep
-        != attention.grid(launch, deep=False)[0]
-    )
-    assert_agrees(
-        make_step((Span(150, 48),), dtype=HALF),
-        tuning=backend.TUNING[2]._replace(short=backend.TUNING[2].decode),
     )
 
 
@@ -595,10 +534,6 @@ def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_reques
 
 
 VARIANT = ("TILE_ROWS", "TILE_KEYS", "num_warps", "num_stages", "SPLIT", "WITH_LSE", "WINDOW", "SKIPS_BLANK")
-
-
-def test_layers_with_and_without_a_window_stand_side_by_side() -> None:
-    assert_agrees(make_step(WINDOWED, windowed(20, 0, num_heads=2, num_kv_heads=1, head_dim=16), seed=41))
 
 
 @on_gpu

@@ -24,7 +24,6 @@ from penstock.models.form_choice import (
     Measurement,
     fastest_forms,
     kept_measurement,
-    measure,
     pinned_forms,
     wanted,
 )
@@ -348,30 +347,6 @@ def test_each_number_of_rows_gets_the_form_that_was_fastest() -> None:
     assert measured({}, int4={1: 0.5}).forms == Forms(torch.bfloat16, 0, 1)
 
 
-def test_a_measurement_takes_the_best_of_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes by what is multiplied: 1 s in 4 bits, 2 s in 8 bits, 4 s in bfloat16, 6 s in float32;
-    sometimes much more."""
-    at, calls = [0.0], [0]
-
-    def product(self: Matrix, x: Tensor) -> Tensor:
-        calls[0] += 1
-        narrow = 0 if self.packed is None else 1 if self.is_in_4_bits else 2
-        at[0] += (narrow or (4 if self.wide.dtype == torch.bfloat16 else 6)) + (
-            100 if calls[0] % 40 == 0 else 0
-        )  # type: ignore[union-attr]
-        return x
-
-    monkeypatch.setattr(Matrix, "product", product)
-    found = measure(TINY, silent, clock=lambda: at[0])
-    per_form = [found.ms["1"][name] / found.ms["1"]["int4"] for name in ("int8", "bfloat16", "float32")]
-    assert per_form == [2, 4, 6]
-    assert found.forms == Forms(torch.bfloat16, ROWS[-2], ROWS[-2])
-    narrow = measure(dataclasses.replace(TINY, hidden=80), silent, clock=lambda: at[0])
-    assert narrow.forms == Forms(torch.bfloat16, ROWS[-2]), (
-        "rows of 80 values are no groups of 32: nothing is measured in 4 bits"
-    )
-
-
 def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,15 +396,6 @@ def test_what_was_measured_on_crowded_cores_is_measured_again_when_they_are_free
     monkeypatch.setattr(form_choice, "used_by_others", lambda: now)
     assert fastest_forms(TINY, silent) == Forms(torch.bfloat16, 1)
     assert fastest_forms(TINY, silent) == (Forms(torch.bfloat16) if again else Forms(torch.bfloat16, 1))
-
-
-def test_a_cache_folder_that_cannot_be_written_costs_only_the_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(form_choice, "measure", lambda *_: measured({1: 1.0}))
-    assert fastest_forms(TINY, silent) == Forms(torch.bfloat16, 1)
 
 
 def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock.errors import ModelError
-from penstock.models import gguf_convert, hashed_file
+from penstock.models import gguf_convert
 from penstock.models.embedded import cache_dir
 from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, load_converted
 from penstock.models.gguf_file import GgufFile
@@ -67,17 +67,6 @@ def test_a_converted_file_has_the_weights_of_the_model_it_was_made_from(tmp_path
         original = load_directory(model, config, CPU, torch.float32, silent).tensors
         assert set(found) == set(original)
         assert all(torch.equal(found[name], original[name]) for name in original)
-
-
-def test_pieces_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    whole = converted(path)
-    for num_copies, piece_bytes in enumerate((256, 1000, 20_000), 2):
-        monkeypatch.setattr(hashed_file, "PIECE_BYTES", piece_bytes)
-        pieced = converted(path)
-        copies = list(copy_of(path).parent.iterdir())
-        assert len(copies) == num_copies, "the size of pieces is part of the digest: it was converted again"
-        assert all(torch.equal(pieced[name], whole[name]) for name in whole)
 
 
 def test_a_file_is_converted_once_and_its_copy_is_found_by_content_and_converter(
@@ -177,19 +166,6 @@ def test_processes_that_convert_at_once_load_their_own_and_leave_one_copy(tmp_pa
     assert [child.name for child in copy_of(path).parent.iterdir()] == [copy_of(path).name]
 
 
-def test_a_copy_that_another_process_moves_away_while_it_is_read_is_made_again(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    expected, directory = converted(path), copy_of(path)
-
-    def moved_and_load(found: Path) -> tuple[LoadedWeights, Content]:
-        if found == directory:
-            os.rename(directory, tmp_path / "aside")
-        return load(found)
-
-    found = converted_by(moved_and_load, path).tensors
-    assert all(torch.equal(found[name], expected[name]) for name in expected) and directory.is_dir()
-
-
 def test_a_file_that_is_written_over_while_it_is_converted_is_a_model_error(
     tmp_path: Path, own_cache: Path
 ) -> None:
@@ -219,15 +195,6 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     ):
         converted(write_tiny_gguf(tmp_path / "tiny.gguf"))
     assert list((own_cache / "gguf").iterdir()) == []
-
-
-def test_what_a_killed_conversion_left_is_removed_after_a_day(tmp_path: Path, own_cache: Path) -> None:
-    old, young = own_cache / "gguf" / "tmp-old", own_cache / "gguf" / "tmp-young"
-    for path in (old, young):
-        path.mkdir(parents=True)
-    os.utime(old, (1, 1))
-    converted(write_tiny_gguf(tmp_path / "tiny.gguf"))
-    assert not old.exists() and young.exists()
 
 
 # ----------------------------------------------------------------------------------------------------- damage

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -181,21 +180,6 @@ def test_a_file_saved_over_shards_is_the_new_model_unless_some_are_left(tmp_path
         saved_over_shards(tmp_path / str(num_left), num_left)
         with pytest.raises(ModelError, match=r"two models: .*-00001-of-00003.*remove one of them"):
             load(tmp_path / str(num_left))
-
-
-def test_an_index_may_name_the_single_file_beside_others(tmp_path: Path) -> None:
-    directory = write_tiny_model(tmp_path / "model", shards=2)
-    index = json.loads((directory / INDEX).read_text())
-    first = min(index["weight_map"].values())
-    (directory / first).rename(directory / "model.safetensors")
-    index["weight_map"] = {
-        name: "model.safetensors" if file == first else file for name, file in index["weight_map"].items()
-    }
-    (directory / INDEX).write_text(json.dumps(index))
-    assert (
-        len(weight_files(directory)) == 2
-        and load(directory).keys() == load(write_tiny_model(tmp_path / "other")).keys()
-    )
 
 
 def test_an_index_that_cannot_be_used_is_a_model_error(tmp_path: Path) -> None:

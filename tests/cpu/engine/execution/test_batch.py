@@ -28,26 +28,6 @@ def chunk(
     return Chunk(f"r{row}", row, start, tuple(tokens), table, writes, num_logits)
 
 
-def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
-    chunks = (chunk(1, 5, [-1]), chunk(2, 0, [8], writes=False), chunk(3, 2, [4, 5, 6], num_logits=0))
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 2, None, np.full(200, -7, np.int32))
-    x = packed.shape.views(
-        torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len
-    )
-    assert x.tokens.tolist() == [-1, 8, 4, 5, 6]
-    assert x.positions.tolist() == [5, 0, 2, 3, 4]
-    assert x.write_at.tolist() == [11 * 4 + 1, PADDING_SLOT * 4, 30 * 4 + 2, 30 * 4 + 3, 31 * 4]
-    assert x.q_starts.tolist() == [0, 1, 2, 5]
-    assert x.kv_lens.tolist() == [6, 1, 5]
-    assert x.table_starts.tolist() == [1, 3, 4]
-    assert x.tables.tolist() == [PADDING_SLOT, 10, 11, 20, 30, 31]
-    assert x.rows.tolist() == [1, 2, 3]
-    assert x.sample_at.tolist() == [0, 1] and x.sample_rows.tolist() == [1, 2]
-    assert (x.num_decodes, x.max_q_len, x.max_kv_len) == (2, 3, 6)
-    assert packed.read_slots.tolist() == [10, 11, 20, 30, 31]
-    assert set(packed.write_slots.tolist()) == {11, PADDING_SLOT, 30, 31}
-
-
 def test_steps_that_do_not_hold_together_are_refused() -> None:
     decode, prompt, other = chunk(1, 5, [3]), chunk(2, 0, [8, 9]), chunk(3, 2, [4, 5, 6])
     silent, several = chunk(1, 4, [3], num_logits=0), chunk(1, 5, [3], num_logits=2)

@@ -16,7 +16,6 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.sampling import SamplePass
 from penstock.errors import InvariantBroken
-from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from tests.support.driving import generate, pass_of, run_all, submit, tiny_config
 from tests.support.forced import forced
@@ -143,22 +142,6 @@ def test_a_captured_step_is_not_replayed_over_other_tensors(
     finally:
         sampler.pending = kept
     engine.parts.scheduler._steps._unread.pop()  # the plan that could not be launched
-
-
-def test_the_sanitizer_sees_results_that_are_read_too_early(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault: a result is read without waiting for its step."""
-    sanitizer = Sanitizer()
-    engine = build(tiny_config(), sanitizer=sanitizer)
-    submit(engine, prompts(20), max_tokens=2)
-    engine.step()
-    running = engine.turns.running
-    assert running is not None and sanitizer.reports == []
-    engine.parts.lanes[0].touch((running.outputs.access,), label="read results")
-    assert [(r.kind, r.arena) for r in sanitizer.reports] == [(Kind.RACE, "staged results")]
-    run_all(engine)
-    engine.close(timeout_s=20.0)
 
 
 def test_warming_up_leaves_nothing_behind(prompts: Prompts) -> None:

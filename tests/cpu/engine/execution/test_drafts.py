@@ -28,7 +28,8 @@ def test_drafts_are_kept_up_to_the_first_that_differs() -> None:
     starts, lengths, step, chosen, rows = (
         torch.tensor(one, dtype=torch.int32) for one in (STARTS, LENGTHS, TOKENS, CHOSEN, ROWS)
     )
-    tokens, lasts = kept_tokens(starts, lengths, 3, step, chosen.long(), rows, pending, rejected)
+    drafting = DraftedInputs(rows, rows, starts, lengths, step, num_drafts=3, num_unsure=0)
+    tokens, lasts = kept_tokens(drafting, chosen.long(), rows, pending, rejected)
     assert tokens.tolist() == [4, 1, -1, -1, 9, 3, 7, 2, -1, 6] and lasts.tolist() == [1, 5, 7, 9]
     assert pending[:, 0].tolist() == [6, 0, 3, 2, 0, 1] and rejected.tolist() == [0, 9, 0, 1, 9, 2]
 

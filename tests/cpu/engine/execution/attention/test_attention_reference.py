@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.errors import InvariantBroken
-from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table
+from tests.support.ragged import RaggedStep, Span, leave_out, ragged_config, ragged_step, rope_table
 from tests.support.reference_attention import ReferenceAttention
 
 SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(0, 19), Span(16, 16), Span(5, 30))
@@ -35,18 +33,15 @@ def dense(step: RaggedStep, layer: int, q: Tensor) -> Tensor:
     return torch.cat(out).float()
 
 
-def assert_dense(step: RaggedStep, attention: ReferenceAttention) -> None:
+@pytest.mark.parametrize("block_tokens", [8, 16])
+def test_the_reference_agrees_with_a_dense_softmax(block_tokens: int) -> None:
+    step = ragged_step(ragged_config(), SPANS, block_tokens=block_tokens, shared_blocks=1, seed=1)
+    attention = ReferenceAttention(step.arena, step.config, step.rope)
     for layer in range(step.config.num_layers):
         q, k, v = attention.rotate_and_write(layer, step.qkv(layer), None, None, step.inputs)
         torch.testing.assert_close(
             attention.attend(layer, q, k, v, step.inputs), dense(step, layer, q), rtol=1e-5, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("block_tokens", [8, 16])
-def test_the_reference_agrees_with_a_dense_softmax(block_tokens: int) -> None:
-    step = ragged_step(ragged_config(), SPANS, block_tokens=block_tokens, shared_blocks=1, seed=1)
-    assert_dense(step, ReferenceAttention(step.arena, step.config, step.rope))
 
 
 def test_rotation_turns_pairs_of_half_the_head_apart() -> None:
@@ -66,34 +61,6 @@ def test_rotation_turns_pairs_of_half_the_head_apart() -> None:
     )
     torch.testing.assert_close(k.flatten(), torch.cat([turned.real, turned.imag]))
     assert v.flatten().tolist() == [9.0, 10.0, 11.0, 12.0]
-
-
-def test_norm_weights_apply_per_head_before_the_rotation() -> None:
-    step = ragged_step(ragged_config(), [Span(0, 3)], seed=4)
-    weight = torch.full((step.config.head_dim,), 2.0)
-    q, k, _ = ReferenceAttention(step.arena, step.config, step.rope).rotate_and_write(
-        0, step.qkv(), weight, weight, step.inputs
-    )
-    for heads in (q, k):
-        torch.testing.assert_close(
-            heads.square().mean(-1), torch.full(heads.shape[:2], 4.0), rtol=1e-4, atol=1e-4
-        )
-
-
-def test_a_token_that_must_not_be_written_changes_only_the_padding_block() -> None:
-    step = ragged_step(ragged_config(), [Span(31, 1, writes=False)], seed=5)
-    before = step.arena.clone()
-    outputs(ReferenceAttention(step.arena, step.config, step.rope), step)
-    torch.testing.assert_close(step.arena[:-1], before[:-1], rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_table_that_is_too_short_is_refused() -> None:
-    step = ragged_step(ragged_config(), [Span(15, 1), Span(40, 1)], seed=6)
-    attention = ReferenceAttention(step.arena, step.config, step.rope)
-    q, k, v = attention.rotate_and_write(0, step.qkv(), None, None, step.inputs)
-    longer = replace(step.inputs, kv_lens=step.inputs.kv_lens + torch.tensor([33, 0], dtype=torch.int32))
-    with pytest.raises(InvariantBroken, match="chunk 0: 49 tokens need 4 blocks, its table has 2"):
-        attention.attend(0, q, k, v, longer)
 
 
 def test_dimensions_that_do_not_fit_are_refused_at_construction() -> None:
