@@ -132,39 +132,18 @@ def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_a
 # ------------------------------------------------------------------------------------------------ the command
 
 
+def words(**flags: object) -> list[str]:
+    """As they stand in a command."""
+    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
 def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Text by the engine, a few steps, a measurement; then once more with what was kept of it."""
     model, out, work = write_tiny_model(tmp_path / "model"), tmp_path / "head", tmp_path / "work"
-    flags = [
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        "--work",
-        str(work),
-        "--max-batch",
-        "16",
-        "--text-len",
-        "200",
-    ]
-    flags += [
-        "--tokens",
-        "5000",
-        "--minutes",
-        "10",
-        "--steps",
-        "3",
-        "--batch-tokens",
-        "1024",
-        "--draft-vocab",
-        "100",
-        "--depth",
-        "2",
-    ]
+    flags = words(model=model, device="cpu", out=out, work=work, max_batch=16, text_len=200, tokens=5000)
+    flags += words(minutes=10, steps=3, batch_tokens=1024, draft_vocab=100, depth=2)
     assert main(flags) == 0
     said = capsys.readouterr().out
     assert (
@@ -175,7 +154,7 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
     assert stated["draft_vocab"] == 100 and stated["depth"] == 2 and stated["notes"]["steps"] == 3
     assert sorted(file.name for file in out.iterdir()) == [CONFIG_FILE, TENSORS_FILE]
     texts = (work / "texts.pt").read_bytes()
-    assert main([*flags[:-6], "--steps", "5", *flags[-4:], "--batch-tokens", "1024"]) == 0
+    assert main([*flags, "--steps", "5"]) == 0
     assert "going on behind step 3" in capsys.readouterr().out
     assert (work / "texts.pt").read_bytes() == texts, "text that is there is not written again"
     other = write_tiny_model(tmp_path / "other")
@@ -192,20 +171,7 @@ def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None
     model, out = write_tiny_model(tmp_path / "model"), tmp_path / "head"
     text = tmp_path / "text.txt"
     text.write_text("A penstock lets water through. " * 200)
-    flags = [
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        "--text",
-        str(text),
-        "--text-len",
-        "64",
-        "--steps",
-        "2",
-    ]
+    flags = words(model=model, device="cpu", out=out, text=text, text_len=64, steps=2)
     assert main([*flags, "--draft-vocab", "0"]) == 0
     assert not (out / "work").exists()
     target = load_target(Config(ModelSource(str(model), device="cpu")), silent)
@@ -228,19 +194,6 @@ def test_numbers_that_cannot_be_are_refused(
 
 
 def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
-    sizes = (
-        "--steps",
-        "1",
-        "--minutes",
-        "0.2",
-        "--tokens",
-        "600",
-        "--text-len",
-        "64",
-        "--batch-tokens",
-        "256",
-        "--max-batch",
-        "8",
-    )
-    model = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu")
+    sizes = words(steps=1, minutes=10, tokens=600, text_len=64, batch_tokens=256, max_batch=8)
+    model = words(model="tiny-llama", load_format="dummy", device="cpu")
     assert main(["--out", str(tmp_path / "head"), *sizes, *model]) == 0
