@@ -263,7 +263,8 @@ class DraftPass(Pass):
             return nexts, torch.arange(size, device=device), rows
 
         def run(flow: Flow, tensors: tuple[Tensor, ...]) -> None:
-            self.drafts.run(flow, *tensors, num_drafts, choice)
+            nexts, lasts, rows = tensors
+            self.drafts.run(flow, nexts, lasts, rows, num_drafts, choice)
 
         return self._replays.get_pass(bucket, choice, room, run)
 

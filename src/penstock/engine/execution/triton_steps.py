@@ -112,7 +112,7 @@ def _fill_kernel(
 
 
 def fill_pass(
-    tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor]
+    tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, ...]
 ) -> None:
     """Fill the inputs of a captured pass: `into` are its next tokens, last places and rows. A padding request
     copies the first request in everything: it writes to the same row, so it must draw the same drafts."""

@@ -138,9 +138,20 @@ def test_one_that_takes_too_much_memory_is_refused(gated: Gated, monkeypatch: py
         gated.grammars.begin(Grammar("json_schema", '{"type": "integer", "multipleOf": 9973}')).result(60.0)
 
 
-def test_a_close_does_not_wait_for_one_that_never_ends(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_ends_one_that_never_ends_and_waits_for_its_thread(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trials, "TRIAL_S", 300.0)
     monkeypatch.setattr(trials, "TRIAL_CPU_S", 300)
+    wait_fits = trials.Trial.wait_fits
+
+    def slow(self: trials.Trial, source: str) -> bool:
+        try:
+            return wait_fits(self, source)
+        finally:
+            threading.Event().wait(0.05)  # a close that does not wait for the thread is over by then
+
+    monkeypatch.setattr(trials.Trial, "wait_fits", slow)
     future = gated.grammars.begin(ENDLESS)
     assert gated.begun.acquire(timeout=60.0)
     gated.grammars.close()
