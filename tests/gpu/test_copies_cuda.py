@@ -194,21 +194,6 @@ def test_a_copy_waits_on_the_device_for_the_fence_of_another_lane(host: HostAren
     assert same(host.tensor[slots[::-1].copy()], written[slots])
 
 
-def test_both_directions_at_once_do_not_mix(host: HostArena) -> None:
-    device = random_device(8)
-    lanes = [CudaLane("promote", DEVICE, priority=-1), CudaLane("demote", DEVICE)]
-    # by the CPU: CUDA would refuse a copy across all registrations
-    host.tensor.copy_(random_device(9)[:NUM_SLOTS].cpu())
-    first, second = np.arange(50), np.arange(50, 100)
-    promoted, demoted = copy_of(host.tensor[first]), copy_of(device[second])
-    for _ in range(20):
-        run(lanes[0], make_copier(host.tensor, device, LAYOUT), first, first)
-        run(lanes[1], make_copier(device, host.tensor, LAYOUT), second, second)
-    for lane in lanes:
-        lane.drain(PATIENCE_S)
-    assert same(device[first], promoted) and same(host.tensor[second], demoted)
-
-
 # ------------------------------------------------------------------------------------------------------ arena
 
 

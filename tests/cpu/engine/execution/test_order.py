@@ -93,30 +93,6 @@ def test_a_staging_buffer_that_comes_round_too_early_is_refused_not_refilled(lan
     assert ring.next()[0].data_ptr() == first.data_ptr()
 
 
-def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """The fault: steps are launched on and on without reading the one before."""
-    engine = make_engine()
-    submit(engine, prompts(20), max_tokens=30)
-    engine._inbox.run_all()
-    hold = threading.Event()
-    engine.parts.lanes[0].submit(lambda: hold.wait(30), label="a step that takes for ever")
-    scheduler, executor = engine.parts.scheduler, engine.parts.executor
-    launched: list[Any] = []
-    try:
-        for _ in range(3):
-            launched.append(executor.launch(*scheduler.plan()[:2]))  # type: ignore[arg-type]
-            scheduler.launched(launched[-1].fence)
-        with pytest.raises(InvariantBroken, match="staging buffer was reused"):
-            executor.launch(*scheduler.plan()[:2])  # type: ignore[arg-type]
-    finally:
-        hold.set()
-    for step in launched:
-        engine._outbox.publish(scheduler.commit(step.wait_result()).events)
-    scheduler._steps._unread.clear()  # the plan that could not be launched
-
-
 def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it(
     make_engine: MakeEngine, prompts: Prompts
 ) -> None:
