@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import load_model
 from penstock.models.model import ModelConfig
-from penstock.models.progress import silent
 from penstock.models.rotary import RopeScaling
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, write_tiny_model
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import logits_of
+from tests.support.loading import load_on_cpu
 from tests.support.tiny_gguf import write_tiny_gguf
 
 IDS = torch.randint(3, 512, (150,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -57,13 +54,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def load(path: Path, max_model_len: int | None = None) -> Decoder:
-    return load_model(
-        ModelSource(str(path)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len
-    ).model
+    return load_on_cpu(path, max_model_len=max_model_len).model
 
 
 def our_logits(model: Decoder) -> torch.Tensor:
-    return forward(model, ContiguousKv(model.config, model.rope), IDS)
+    return logits_of(model, IDS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

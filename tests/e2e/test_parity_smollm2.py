@@ -10,10 +10,9 @@ import torch
 from tokenizers import pre_tokenizers
 
 from penstock.config import ModelSource
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import LoadedModel, load_model
-from penstock.models.progress import silent
-from tests.support.contiguous_kv import ContiguousKv, forward
+from penstock.models.loader import LoadedModel
+from tests.support.contiguous_kv import ContiguousKv, forward, logits_of
+from tests.support.loading import load_on_cpu
 from tests.support.reference import reference_model, reference_tokenizer
 from tests.support.vocabularies import rendered
 
@@ -72,17 +71,9 @@ def their_tokenizer() -> Any:
     return reference_tokenizer()
 
 
-def load() -> LoadedModel:
-    return load_model(ModelSource(), torch.device("cpu"), torch.float32, TorchLayerOps(), silent)
-
-
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load()
-
-
-def logits_of(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
-    return forward(loaded.model, ContiguousKv(loaded.model.config, loaded.model.rope), ids)
+    return load_on_cpu(ModelSource())
 
 
 @torch.inference_mode()
@@ -101,7 +92,7 @@ def test_prefill_logits_agree_with_transformers_whole_and_in_pieces(
     for prompt in PROMPTS.values():
         ids = loaded.tokenizer.encode(prompt)
         expected = reference_logits(reference, ids)
-        assert error(logits_of(loaded, ids), expected) < TOLERANCE
+        assert error(logits_of(loaded.model, ids), expected) < TOLERANCE
         kv = ContiguousKv(loaded.model.config, loaded.model.rope)
         pieces = [forward(loaded.model, kv, ids[at : at + 16]) for at in range(0, len(ids), 16)]
         assert error(torch.cat(pieces), expected) < TOLERANCE

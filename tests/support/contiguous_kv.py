@@ -80,6 +80,11 @@ def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: LoraR
     return model.head(hidden, residual)
 
 
+def logits_of(model: Decoder, tokens: Sequence[int], lora: LoraRuns | None = None) -> Tensor:
+    """Of a whole sequence, [T, vocab]."""
+    return forward(model, ContiguousKv(model.config, model.rope), tokens, lora)
+
+
 def generate(model: Decoder, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy continuation: the reference that any engine's output is compared with."""
     kv = ContiguousKv(model.config, model.rope)

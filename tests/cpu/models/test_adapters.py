@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.config import ModelSource
 from penstock.contract import Adapter, Chunk
 from penstock.errors import ModelError
 from penstock.models.adapters import AdapterConfig, parse_adapter_config, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.hashed_file import WeightFile
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import load_model
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
-from penstock.models.progress import silent
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 from tests.support.adapters import (
     ALL_MODULES,
@@ -32,7 +28,8 @@ from tests.support.adapters import (
     write_adapter,
     write_random_adapter,
 )
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import logits_of
+from tests.support.loading import load_on_cpu
 
 IDS = list(range(3, 43))
 TOLERANCE = 1e-5  # of the largest logit, in float32
@@ -40,7 +37,7 @@ TENSORS = "adapter_model.safetensors"
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_model(ModelSource(str(directory)), torch.device("cpu"), dtype, TorchLayerOps(), silent).model
+    return load_on_cpu(directory, dtype).model
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def llama(tmp_path: Path) -> Decoder:
 def logits(model: Decoder, *weights: AdapterWeights) -> torch.Tensor:
     """Each of `weights` applies to all tokens."""
     runs = LoraRuns([LoraRun(0, len(IDS), each) for each in weights]) if weights else None
-    return forward(model, ContiguousKv(model.config, model.rope), IDS, runs)
+    return logits_of(model, IDS, runs)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

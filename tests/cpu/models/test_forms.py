@@ -40,10 +40,11 @@ from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import SMOLLM2_135M
-from penstock.models.loader import inspect_model, load_model
+from penstock.models.loader import inspect_model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
+from tests.support.loading import load_on_cpu
 from tests.support.tiny_gguf import write_tiny_gguf
 
 INT8 = Forms(torch.bfloat16, 8)
@@ -64,7 +65,7 @@ def made(values: Tensor, name: str = "layers.0.qkv", forms: Forms = INT8, tied: 
 
 def load(weights: WeightsName, **source: object) -> Decoder:
     chosen = ModelSource("tiny-llama", "dummy", weights=weights, **source)  # type: ignore[arg-type]
-    return load_model(chosen, torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+    return load_on_cpu(chosen).model
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -263,9 +264,7 @@ def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(
 
 def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -> Decoder:
     source = ModelSource(str(path), weights=weights)
-    return load_model(
-        source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len
-    ).model
+    return load_on_cpu(source, max_model_len=max_model_len).model
 
 
 @pytest.mark.parametrize("width", [24, 33])
@@ -411,12 +410,6 @@ def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch: pyte
 
 def test_a_form_is_refused_where_the_dtype_already_says_it() -> None:
     with pytest.raises(ConfigError, match="--weights int8 needs --device cpu and --dtype float32"):
-        load_model(
-            ModelSource("tiny-llama", "dummy", weights="int8"),
-            torch.device("cpu"),
-            torch.bfloat16,
-            TorchLayerOps(),
-            silent,
-        )
+        load_on_cpu(ModelSource("tiny-llama", "dummy", weights="int8"), torch.bfloat16)
     with pytest.raises(ConfigError, match="--weights must be auto, float32, bfloat16, int8 or int4"):
         ModelSource(weights="int3")  # type: ignore[arg-type]

@@ -12,9 +12,7 @@ import torch
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.models import loader
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import LoadedModel, load_model
-from penstock.models.progress import silent
+from penstock.models.loader import LoadedModel
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
 from penstock.testing.tiny_models import (
     TINY_LLAMA,
@@ -22,7 +20,8 @@ from penstock.testing.tiny_models import (
     config_json,
     write_tiny_model,
 )
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import ContiguousKv, forward, logits_of
+from tests.support.loading import load_on_cpu
 from tests.support.tiny_gguf import write_tiny_gguf
 
 
@@ -30,7 +29,7 @@ def load(
     model: str | Path, dummy: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> LoadedModel:
     source = ModelSource(str(model), load_format="dummy" if dummy else "auto", seed=seed)
-    return load_model(source, torch.device("cpu"), dtype, TorchLayerOps(), silent)
+    return load_on_cpu(source, dtype)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("tiny-llama", torch.float32), ("tiny-qwen3", torch.bfloat16)])
@@ -59,7 +58,7 @@ def test_directory_shards_and_gguf_of_one_model_give_the_same_logits(tmp_path: P
     assert all(isinstance(m.tokenizer, Tokenizer) for m in loaded)
     ids = loaded[0].tokenizer.encode("The quick brown fox")
     assert [m.tokenizer.encode("The quick brown fox") for m in loaded] == [ids] * 3
-    logits = [forward(m.model, ContiguousKv(m.model.config, m.model.rope), ids) for m in loaded]
+    logits = [logits_of(m.model, ids) for m in loaded]
     assert torch.equal(logits[0], logits[1]) and torch.allclose(logits[0], logits[2], atol=1e-5)
 
 
@@ -70,8 +69,7 @@ def test_end_ids_reach_the_config(tmp_path: Path) -> None:
 
 def test_random_weights_have_as_many_positions_as_are_asked_for_and_never_fewer_than_their_config() -> None:
     def positions(wanted: int | None) -> tuple[int, int]:
-        source = ModelSource("tiny-llama", "dummy", positions=wanted)
-        model = load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+        model = load_on_cpu(ModelSource("tiny-llama", "dummy", positions=wanted)).model
         return model.config.max_position, len(model.rope)
 
     assert [positions(wanted) for wanted in (None, 100, 5000)] == [(2048, 2048), (2048, 2048), (5000, 5000)]

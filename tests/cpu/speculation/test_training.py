@@ -14,7 +14,7 @@ from penstock.models.progress import silent
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, read_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.tiny_models import write_tiny_model
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import ContiguousKv, logits_of
 from tests.support.tiny_target import tiny_target, written
 from train_mtp.__main__ import main
 from train_mtp.training import (
@@ -103,9 +103,7 @@ def test_hidden_states_are_those_of_the_forward_pass() -> None:
     hidden = hidden_states(target, torch.tensor(texts))
     logits = Trainable(target, None, 0).target_logits(hidden)
     for row, text in zip(logits, texts, strict=True):
-        torch.testing.assert_close(
-            row, forward(target, ContiguousKv(target.config, target.rope), text), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(row, logits_of(target, text), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_as_far_as_it_covers(
