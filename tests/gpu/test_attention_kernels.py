@@ -70,7 +70,7 @@ def assert_agrees(
 ) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
     reference = ReferenceAttention(theirs.arena, step.config, step.rope, blank_from, torch.float64)
-    tried = kind(ours.arena, step.config, step.rope, blank_from, **how)
+    tried = kind(ours.arena, step.config, step.rope, blank_from, backend.Choices(**how))
     expected, made = outputs(reference, theirs, norms=norms), outputs(tried, ours, norms=norms)
     tolerance = TOLERANCE[step.arena.dtype]
     for got, want in zip(made, expected, strict=True):
@@ -175,7 +175,8 @@ def test_only_planned_shapes_are_fused() -> None:
     """A chunk among itself from half a size on; what is before it in whole pieces; in float32, or before
     anything is planned, nothing."""
     step = make_step((Span(0, 8),), SMALL, dtype=HALF)
-    attention = TritonAttention(step.arena, step.config, step.rope, fused_sizes=SIZES)
+    choices = backend.Choices(fused_sizes=SIZES)
+    attention = TritonAttention(step.arena, step.config, step.rope, choices=choices)
     assert attention._fuses(0, 64) == attention._fuses(256, 64) == (0, False)
     attention._planned = set(backend.fused_shapes(SIZES, 128, 600))
     assert [attention._fuses(0, q_len) for q_len in (31, 32, 128, 129)] == [
@@ -196,7 +197,7 @@ def test_only_planned_shapes_are_fused() -> None:
     attention._planned.discard((32, 128))
     assert attention._fuses(128, 96) == (0, False) and attention._fuses(128, 64) == (128, True)
     single = make_step((Span(0, 8),), SMALL)
-    attention = TritonAttention(single.arena, single.config, single.rope, fused_sizes=SIZES)
+    attention = TritonAttention(single.arena, single.config, single.rope, choices=choices)
     attention._planned = set(backend.fused_shapes(SIZES, 128, 600))
     assert attention._fuses(256, 64) == (0, False)
 
@@ -287,8 +288,8 @@ class Planned(TritonAttention):
 
     asked: ClassVar[list[tuple[int, int]]] = []
 
-    def __init__(self, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how, fused_sizes=SIZES)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args[:4], choices=backend.Choices(fused_sizes=SIZES))
         for shape in backend.fused_shapes(SIZES, 128, 2000):
             self.plan(*shape)
             self._planned.add(shape)
@@ -546,5 +547,6 @@ def test_windows_over_long_contexts_agree_in_half_precision(window: int) -> None
 
 def test_a_chunk_whose_window_hides_keys_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step((Span(0, 40),), windowed(39, 40), dtype=HALF)
-    attention = TritonAttention(step.arena, step.config, step.rope, prefill="sdpa")
+    choices = backend.Choices(prefill="sdpa")
+    attention = TritonAttention(step.arena, step.config, step.rope, choices=choices)
     assert [attention._fuses(0, 40, window) for window in (39, 40, 0)] == [(0, False), (0, True), (0, True)]

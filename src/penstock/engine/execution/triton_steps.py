@@ -111,9 +111,7 @@ def _fill_kernel(
     tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=inside, other=0), mask=inside)
 
 
-def fill_pass(
-    tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, ...]
-) -> None:
+def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, ...]) -> None:
     """Fill the inputs of a captured pass: `into` are its next tokens, last places and rows. A padding request
     copies the first request in everything: it writes to the same row, so it must draw the same drafts."""
     num_groups = len(tokens) if lasts is None else len(lasts)

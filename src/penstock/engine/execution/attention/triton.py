@@ -189,6 +189,18 @@ class _ChunkGroup(NamedTuple):
         return self.own_fused or self.num_fused > 0
 
 
+class Choices(NamedTuple):
+    """Other ways than an engine's, for measurements and tests."""
+
+    prefill: Prefill = "auto"
+    fused: Fused = "cudnn"
+    tuning: Tuning | None = None  # None: by the size of a value
+    fused_sizes: FusedSizes = FusedSizes()
+
+
+_USUAL = Choices()
+
+
 class TritonAttention:
     """`Attention` in bfloat16 or float32 on CUDA; on the CPU under Triton's interpreter."""
 
@@ -200,21 +212,15 @@ class TritonAttention:
         config: ModelConfig,
         rope: Tensor,
         blank_from: int | None = None,
-        *,
-        prefill: Prefill = "auto",
-        fused: Fused = "cudnn",
-        tuning: Tuning | None = None,
-        fused_sizes: FusedSizes | None = None,
+        choices: Choices = _USUAL,
     ) -> None:
         self._sizes = Geometry.of(arena, config, rope, blank_from)
         self.arena = arena
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
         self._rope = rope
+        self._prefill, self._fused, tuning, self._fused_sizes = choices
         self._tuning = tuning or TUNING[arena.element_size()]
-        self._prefill = prefill
-        self._fused = fused
-        self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
         # the eager step being launched and its groups, by window
         self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None
