@@ -268,6 +268,9 @@ REFUSED = {  # as the message names each
     "Fuse,Replace": D.Sequence([D.Fuse(), D.Replace("ab", "c")]),  # across tokens
     "Fuse,Strip1-0,Strip1-0": D.Sequence([D.Fuse(), D.Strip(" ", 1, 0), D.Strip(" ", 1, 0)]),
     "ByteFallback,Strip1-0": D.Sequence([D.ByteFallback(), D.Strip(" ", 1, 0)]),  # each row of bytes
+    "Fuse,Strip2-0": D.Sequence([D.Fuse(), D.Strip(" ", 2, 0)]),
+    "Fuse,Strip0-1": D.Sequence([D.Fuse(), D.Strip(" ", 0, 1)]),
+    "ByteLevel,Strip1-0": D.Sequence([D.ByteLevel(), D.Strip(" ", 1, 0)]),
     "Fuse,ByteLevel": D.Sequence([D.Fuse(), D.ByteLevel()]),
 }
 
