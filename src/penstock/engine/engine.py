@@ -187,11 +187,10 @@ class Engine:
     def limits(self) -> PromptLimits:
         """Limits of every prompt."""
         cache = self.parts.cache
-        return PromptLimits(
-            self.max_model_len,
-            self.parts.vocab,
-            max(cache.num_blocks, cache.num_pageable) * cache.block_tokens,
-        )
+        kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
+        if not cache.keeps_all:
+            kv_tokens = max(kv_tokens, self.max_model_len)  # blocks leave the device
+        return PromptLimits(self.max_model_len, self.parts.vocab, kv_tokens)
 
     @property
     def residency(self) -> ResidencyChoice:

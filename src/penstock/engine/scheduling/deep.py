@@ -11,7 +11,15 @@ from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
 from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.on_device import NO_MATCH, OnDevice, has_known_tokens, lease_again
 from penstock.engine.scheduling.residency import KeptContext, KeptContexts, ResidentSet
-from penstock.engine.scheduling.stages import Placed, Placement, RunningRequest, StepRules, WaitingRequest
+from penstock.engine.scheduling.stages import (
+    Life,
+    Placed,
+    Placement,
+    RunningRequest,
+    StepRules,
+    WaitingRequest,
+)
+from penstock.engine.scheduling.windowed import Windowed
 from penstock.errors import InvariantBroken
 
 # one step of a deep request computes at most this part (1/n) of the blocks that it may have on the device
@@ -40,7 +48,7 @@ class DeepContexts:
         # (id, range of kept key bounds) of scored requests that left since the last call of `take_left`
         self._left: list[tuple[str, range]] = []
         self._tau = tau
-        self._on_device = OnDevice(ledger)
+        self._on_device = OnDevice(ledger) if ledger.keeps_all else Windowed(ledger, budget)
 
     def placement(self, request: Request, num_tokens: int) -> Placement:
         """For a request that has at most `num_tokens` tokens of KV."""
@@ -193,7 +201,11 @@ class Deep:
 
     def cached(self, waiting: WaitingRequest, match: Match) -> tuple[int, Sequence[tuple[str, int]]]:
         num_blocks = match.num_blocks + match.num_paged
-        return num_blocks * self._ledger.block_tokens, (("host", match.num_paged),)
+        runs = ("device", match.num_blocks), ("host", match.num_paged)
+        return num_blocks * self._ledger.block_tokens, runs
+
+    def most_blocks(self, life: Life, num_tokens: int) -> int:
+        return self._contexts.budget.resident_blocks
 
     def enter(self, running: RunningRequest) -> None:
         self._contexts.num_host_blocks += self.num_host_blocks
@@ -227,6 +239,9 @@ class Deep:
         table = running.table
         most = self._contexts.budget.resident_blocks - self.num_lent + table.num_paged
         return most - table.num_slots - table.num_fetched
+
+    def make_way(self, running: RunningRequest, num_blocks: int, fence: Fence | None) -> int:
+        return 0  # `num_fitting` pages out
 
     def num_fitting(
         self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Table
-from penstock.engine.scheduling.stages import Placed, RunningRequest, StepRules, WaitingRequest
+from penstock.engine.scheduling.budget import blocks_for
+from penstock.engine.scheduling.stages import Life, Placed, RunningRequest, StepRules, WaitingRequest
 
 NO_MATCH = Match(0, 0, False)
 
@@ -70,18 +71,24 @@ class OnDevice:
 
     def cached(self, waiting: WaitingRequest, match: Match) -> tuple[int, Sequence[tuple[str, int]]]:
         size, lease = self._ledger.block_tokens, waiting.lease
-        num_tokens = (match.num_blocks + match.num_colder) * size
+        num_tokens, on_device = (match.num_blocks + match.num_colder) * size, ("device", match.num_blocks)
         if lease is None:
-            return num_tokens, ()
+            return num_tokens, (on_device,)
         # after a retraction the lease ends inside a block
         num_tokens = min(num_tokens, max(lease.num_tokens, match.num_blocks * size))
-        return num_tokens, lease.runs_from(match.num_blocks)
+        return num_tokens, (on_device, *lease.runs_from(match.num_blocks))
+
+    def most_blocks(self, life: Life, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self._ledger.block_tokens)
 
     def enter(self, running: RunningRequest) -> None:
         pass
 
     def may_draw(self, running: RunningRequest) -> int:
         return running.promised - running.table.num_slots
+
+    def make_way(self, running: RunningRequest, num_blocks: int, fence: Fence | None) -> int:
+        return 0
 
     def num_fitting(
         self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None

@@ -61,12 +61,12 @@ class Sources:
     def read(self, prefetch: Prefetch) -> None:
         self._origins.update(prefetch.origins)
 
-    def of_table(self, num_resident: int, colder: Sequence[tuple[str, int]], block_tokens: int) -> Runs:
-        """The sources of a table that begins with `num_resident` blocks on the device and then those of
-        `colder`, in blocks. A block in host memory may have been read from a colder tier for it."""
+    def of_table(self, runs: Sequence[tuple[str, int]], block_tokens: int) -> Runs:
+        """The sources of a table that begins with `runs`, in blocks. A block in host memory may have been read
+        from a colder tier for it."""
         found: list[tuple[str, int]] = []
         end = 0
-        for tier, num in (("device", num_resident), *colder):
+        for tier, num in runs:
             first, end = end, end + num
             tiers = (
                 self._origins.get(block, tier) if tier == "host" else tier for block in range(first, end)
@@ -290,8 +290,10 @@ class Placement(Protocol):
         """A table that begins with `match`; None if some of it was evicted meanwhile."""
 
     def cached(self, waiting: WaitingRequest, match: Match) -> tuple[int, Sequence[tuple[str, int]]]:
-        """Cached tokens of a table that begins with `match`, and the tiers of its blocks that are not on the
-        device."""
+        """Cached tokens of a table that begins with `match`, and the tiers of its blocks."""
+
+    def most_blocks(self, life: Life, num_tokens: int) -> int:
+        """Blocks that it has on the device at one time until it has `num_tokens` tokens."""
 
     def enter(self, running: RunningRequest) -> None: ...
 
@@ -299,6 +301,10 @@ class Placement(Protocol):
 
     def may_draw(self, running: RunningRequest) -> int:
         """Promised blocks that its table does not have yet."""
+
+    def make_way(self, running: RunningRequest, num_blocks: int, fence: Fence | None) -> int:
+        """It is about to draw `num_blocks`: give back those that it no longer needs. Returns the change of
+        `may_draw`. `fence` follows all launched steps."""
 
     def num_fitting(
         self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None
@@ -322,8 +328,8 @@ def begin(waiting: WaitingRequest, row: int, table: Table, match: Match, block_t
     """The admission: the next stage of a request whose table begins with `match`."""
     if waiting.prefetch is not None:
         waiting.life.sources.read(waiting.prefetch)
-    num_tokens, colder = waiting.life.placement.cached(waiting, match)
-    sources = waiting.life.sources.of_table(match.num_blocks, colder, block_tokens)
+    num_tokens, runs = waiting.life.placement.cached(waiting, match)
+    sources = waiting.life.sources.of_table(runs, block_tokens)
     running = RunningRequest(waiting.life, row, table, match.num_blocks * block_tokens, num_tokens, sources)
     waiting.life.running = running
     return running
