@@ -1074,9 +1074,9 @@ class KvLedger(Protocol):
         num_gone: int = 0,
     ) -> Table | None:
         """A table that starts with the first `num_blocks` cached blocks of `prefix`, without the first
-        `num_gone`. Announces its other keys as pending. `num_paged`: the table is deep, so its first blocks may be paged out. It starts with that
-        many blocks in host memory, if it starts with none on the device; None if some were evicted
-        meanwhile."""
+        `num_gone`. Announces its other keys as pending. `num_paged`: the table is deep, so its first blocks
+        may be paged out. It starts with that many blocks in host memory, if it starts with none on the
+        device; None if some were evicted meanwhile."""
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks, which tables kept of a closed scope: their keys are no longer recorded."""

@@ -571,8 +571,8 @@ def _max_model_len(
     num_pageable: int | None = None,
     holds_all: bool = True,
 ) -> int:
-    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet. `holds_all`: see
-    `_holds_all`."""
+    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet. `holds_all`:
+    see `_holds_all`."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
     is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
     unpaged = "a model with sliding windows is not paged out"

@@ -25,8 +25,8 @@ _HOST_SPARE_SHARE = 8  # 1 / this of the host slots is never promised to deep re
 
 
 class Ledger:
-    """Implements `contract.KvLedger`, which documents its calls, over one device pool and `tiers`. `rule` says
-    which blocks a request needs; None: all.
+    """Implements `contract.KvLedger`, which documents its calls, over one device pool and `tiers`. `rule`
+    says which blocks a request needs; None: all.
 
     `prefix_cache` off: no device block gets a key, so none is found there, and every prefix comes from a
     colder tier. Without one, nothing is reused.

@@ -1,12 +1,12 @@
-"""What a request needs of the KV before its next token: the rule of a group of layers whose KV lies in one block.
+"""What a request needs of the KV before its next token: the rule of the layers whose KV lies in one block.
 Owns no state.
 
     full attention     every block
     sliding window     the last blocks
     recurrent state    the last block alone, which would hold the state at its end (not built)
 
-So a rule says from which block on all blocks are needed. A request gives back earlier blocks, and finds a prefix
-without them.
+So a rule says from which block on all blocks are needed. A request gives back earlier blocks, and finds a
+prefix without them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.kv.blocks.slots import Run, SlotState
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
 from penstock.kv.tiers.loads import Loads
 
-# Blocks that a request with a window may have besides those of its window and of its step: both may begin inside
-# a block, and a token more is kept for a full match, whose last token is computed again.
+# Blocks that a request with a window may have besides those of its window and of its step: both may begin
+# inside a block, and a token more is kept for a full match, whose last token is computed again.
 _PARTIAL_BLOCKS = 2
 
 
@@ -45,11 +45,12 @@ class PrefixRule(Protocol):
     keeps_all: bool  # no block of a running request is ever given back
 
     def first_block(self, num_tokens: int) -> int:
-        """The first block that a request with KV of `num_tokens` tokens needs, also if it computes the last of
-        them again."""
+        """The first block that a request with KV of `num_tokens` tokens needs, also if it computes the last
+        of them again."""
 
     def most_slots(self, num_tokens: int, step_tokens: int) -> int:
-        """Slots that it has at one time until it has `num_tokens` tokens, in steps of at most `step_tokens`."""
+        """Slots that it has at one time until it has `num_tokens` tokens, in steps of `step_tokens` or
+        fewer."""
 
     def num_available(self, pool: BlockPool) -> int:
         """Slots that can be promised or drawn."""
@@ -121,8 +122,8 @@ class WholePrefix:
 class LastWindow:
     """Implements `PrefixRule` for layers in which a token sees `window` tokens, itself included.
 
-    Requests that share blocks part later: each draws blocks of its own for the shared ones that leave its window.
-    So a shared block counts as often as it is held.
+    Requests that share blocks part later: each draws blocks of its own for the shared ones that leave its
+    window. So a shared block counts as often as it is held.
     """
 
     keeps_all = False
@@ -185,9 +186,7 @@ class LastWindow:
         lasts = (load.first + len(load.keys) - 1 for load in loads.in_flight.values())
         return any(num_found <= last < len(keys) and loads.is_coming(last, keys[last]) for last in lasts)
 
-    def _joined(
-        self, found: Usable, slots: Sequence[int], colder: Sequence[bool], num_tokens: int
-    ) -> Usable:
+    def _joined(self, found: Usable, slots: Sequence[int], colder: Sequence[bool], num_tokens: int) -> Usable:
         """The longest usable prefix that is longer than `found`, and whose last blocks are `colder` ones;
         else `found`. `slots`: of each block on the device. `colder` blocks have KV of `num_tokens` tokens."""
         end = len(colder)

@@ -153,8 +153,8 @@ class Running:
         return running
 
     def _draw_first(self, running: RunningRequest) -> None:
-        """The slots of its prompt, as far as they are promised; step by step where memory is promised more than
-        once, or not all of it is there at the same time."""
+        """The slots of its prompt, as far as they are promised; step by step where memory is promised more
+        than once, or not all of it is there at the same time."""
         life, table = running.life, running.table
         num_blocks = blocks_for(len(life.tokens), self._ledger.block_tokens) - table.num_slots
         num_blocks = min(num_blocks, life.placement.may_draw(running))

@@ -262,7 +262,8 @@ class Scheduler:
     def _end_load(self, running: RunningRequest, load: Load) -> None:
         if load.error() is not None:
             if running.table.num_gone:  # what landed is not the beginning of its context
-                return self._go_back(running)
+                self._go_back(running)
+                return
             running.compute_rest(load.num_landed, self._block_tokens)
         running.load = None
         if running.life.state is State.LOADING:

@@ -62,8 +62,8 @@ class Sources:
         self._origins.update(prefetch.origins)
 
     def of_table(self, runs: Sequence[tuple[str, int]], block_tokens: int) -> Runs:
-        """The sources of a table that begins with `runs`, in blocks. A block in host memory may have been read
-        from a colder tier for it."""
+        """The sources of a table that begins with `runs`, in blocks. A block in host memory may have been
+        read from a colder tier for it."""
         found: list[tuple[str, int]] = []
         end = 0
         for tier, num in runs:

@@ -1,5 +1,5 @@
-"""The placement of requests of a model whose tokens see only the last ones before them: blocks leave the device
-once no later token sees them. Owns what such a request needs at one time."""
+"""The placement of requests of a model in which a token sees only the last ones before it: blocks leave the
+device when no later token sees them. Owns what such a request needs at one time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Windowed(OnDevice):
         return running.promised - running.table.num_slots + running.table.num_gone
 
     def make_way(self, running: RunningRequest, num_blocks: int, fence: Fence | None) -> int:
-        """Its prompt takes more at one time than its answer: what it no longer needs is not promised to it."""
+        """A prompt needs more at one time than its answer: what is needed no longer is not promised."""
         table, life = running.table, running.life
         num = table.let_go(running.num_planned - running.num_drafted, fence)
         num_needed = table.num_slots - table.num_gone + num_blocks

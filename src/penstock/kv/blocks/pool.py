@@ -397,8 +397,8 @@ class BlockPool:
     @_locked
     def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Mark the sealed `slots` as wanted: they are evicted after unwanted ones, the greatest `rank` first.
-        Ends by itself when nothing else is left to evict. `earlier`: the want that it replaces, for a prefix of
-        the same request. If it has the same blocks and none was evicted, it is reused."""
+        Ends by itself when nothing else is left to evict. `earlier`: the want that it replaces, for a prefix
+        of the same request. If it has the same blocks and none was evicted, it is reused."""
         if earlier is not None and earlier.is_for(slots):
             earlier.rank = rank
             return earlier
