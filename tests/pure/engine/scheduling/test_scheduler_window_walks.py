@@ -1,5 +1,5 @@
-"""Requests of several windows each, over host memory and what is behind it, in any order of events: a step has
-every block that its tokens see, and what is promised can be drawn."""
+"""Requests of several windows each, over host memory and what is behind it, in any order of events: a step
+has every block that its tokens see, and what is promised can be drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
 from tests.pure.engine.scheduling.scheduler_walks import walk_and_shorten
 
-NUM_WALKS = 80
+NUM_WALKS = 40
 WANTED = (
     "step without what left the window",
     "match without what left the window",
