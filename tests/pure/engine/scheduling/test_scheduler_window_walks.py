@@ -7,8 +7,10 @@ from collections import Counter
 
 import pytest
 
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
-from tests.pure.engine.scheduling.scheduler_walks import walk_and_shorten
+from tests.pure.engine.scheduling.scheduler_walks import LONG, walk_and_shorten
+from tests.pure.engine.scheduling.scheduler_world import World
 
 NUM_WALKS = 40
 WANTED = (
@@ -38,3 +40,19 @@ def test_requests_with_windows_read_the_right_blocks_in_any_order_of_events(behi
     for seed in range(NUM_WALKS):
         seen += walk_and_shorten(seed, behind, windowed=True)
     assert [name for name in WANTED if not seen[name]] == [], "the walks did not meet what this test is about"
+
+
+@pytest.mark.parametrize("num_slots", [14, 17, 20, 23])
+def test_requests_that_share_a_window_can_draw_their_own_when_they_part(num_slots: int) -> None:
+    """The shared blocks leave the window of each; until then they are in memory once."""
+    window = 4 * BLOCK
+    world = World(num_slots=num_slots, prefill_chunk=BLOCK, window=window)
+    stem = LONG[0][:window]
+    world.submit(stem, max_tokens=1, ignore_eos=True)
+    while world.step():
+        pass
+    for token in range(4):
+        world.submit([*stem, token], max_tokens=30, ignore_eos=True)
+    world.close()
+    assert world.seen["match without what left the window"] == 0 and world.seen["partial match"] >= 4
+    assert world.seen["left the window while others have it"] > 0 and not world.seen["retraction"]
