@@ -54,7 +54,7 @@ class StorageObserver(LaneObserver, PoolObserver, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers whose KV lies in one block. `windows`: how many tokens each of them sees; 0 or not given: all."""
+    """Layers whose KV lies in one block. `windows`: how many tokens each of them sees; 0, or none: all."""
 
     layout: BlockLayout
     windows: tuple[int, ...] = ()

@@ -99,7 +99,7 @@ def test_steps_are_made_small_enough_for_the_device(make: MakeEngine, prompts: P
         make(blocks=7, max_model_len=600)
 
 
-# ----------------------------------------------------------------------------------------- a prefix comes back
+# ---------------------------------------------------------------------------------------- a prefix comes back
 
 
 def conversation(engine: Engine, prompts: Prompts) -> tuple[list[int], Collected]:
@@ -206,7 +206,7 @@ def test_a_load_that_fails_is_computed_from_the_beginning(make: MakeEngine, prom
     check_at_rest(engine)
 
 
-# ---------------------------------------------------------------------------------------------- under pressure
+# --------------------------------------------------------------------------------------------- under pressure
 
 
 def test_a_retracted_request_saves_and_resumes_with_its_window(make: MakeEngine, prompts: Prompts) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from penstock.contract import Fence, KvLedger, Match, Table
 from penstock.engine.scheduling.budget import Budget
-from penstock.engine.scheduling.on_device import OnDevice
-from penstock.engine.scheduling.stages import Life, Placed, RunningRequest, StepRules, WaitingRequest
+from penstock.engine.scheduling.placement import Placed, Placement
+from penstock.engine.scheduling.stages import Life, RunningRequest, WaitingRequest
+from penstock.engine.scheduling.steps import NextStep
 
 
-class Windowed(OnDevice):
-    """Implements `Placement`. Has no state of a request: one serves all of them."""
+class Windowed(Placement):
+    """Has no state of a request: one serves all of them."""
 
     def __init__(self, ledger: KvLedger, budget: Budget) -> None:
         super().__init__(ledger)
@@ -49,5 +50,5 @@ class Windowed(OnDevice):
             num -= num_over
         return num
 
-    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepRules) -> Placed:
-        return running.table.slots(end + room), None, running.table.num_gone, None
+    def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
+        return Placed(running.table.slots(end + room), num_left_out=running.table.num_gone)
