@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
+from penstock.config import SpeculationConfig
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
 from penstock.models.llama import TINY_LLAMA
 from penstock.models.registry import BUILT_IN
+from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support import contiguous_kv
-from tests.support.driving import Collected, generate, run_all, settle_all, submit
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from tests.support.forced import forced
 from tests.support.gates import gates
 
 MakeEngine = Callable[..., Engine]
@@ -297,3 +300,36 @@ def test_drafts_of_an_ngram_are_verified_over_the_window(make: MakeEngine, promp
     assert found.tokens == expected(engine, prompt, 200)
     assert sum(event.drafted for event in found.events) > 0
     check_at_rest(engine)
+
+
+@pytest.mark.parametrize("draft", [MODEL, "tiny-qwen3"], ids=["windowed", "dense"])
+def test_a_draft_model_over_the_same_blocks_changes_no_token(
+    make: MakeEngine, prompts: Prompts, draft: str
+) -> None:
+    """A draft model that sees all tokens keeps all blocks."""
+    sizes = {"block_tokens": BLOCK, "blocks": 20 if draft == MODEL else 60, "prefill_chunk": WINDOW}
+    config = tiny_config(MODEL, max_model_len=400, **sizes)
+    config = dataclasses.replace(config, speculation=SpeculationConfig(f"draft:{draft}", 4))
+    engine, sanitizer = build_sanitized(config)
+    forced(engine)
+    assert engine.cache.keeps_all == (draft != MODEL)
+    found = generate(engine, prompts(150), max_tokens=200)
+    assert found.tokens == expected(engine, prompts(150), 200)
+    drafted, kept = (sum(getattr(event, name) for event in found.events) for name in ("drafted", "accepted"))
+    assert drafted > 100 and (kept == drafted or draft != MODEL), "it sees what the target sees"
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def test_a_model_with_windows_in_some_layers_keeps_all_kv(
+    make: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers are in one block, so what one of them needs stays for all."""
+    mixed = dataclasses.replace(TINY_LLAMA, architecture="qwen2", qkv_bias=True, windows=(0, WINDOW))
+    monkeypatch.setitem(BUILT_IN, MODEL, mixed)  # type: ignore[arg-type]
+    engine = make(blocks=64)
+    found = submit(engine, prompts(200), max_tokens=100)
+    assert run_watched(engine) >= 299 // BLOCK
+    assert found.tokens == expected(engine, prompts(200), 100)
+    with pytest.raises(ConfigError, match="a model with sliding windows is not paged out"):
+        make(blocks=20, host_blocks=64, max_model_len=600)
