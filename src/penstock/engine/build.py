@@ -185,9 +185,6 @@ def _assemble(setup: _Setup) -> Engine:
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
-    kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
-    if not cache.keeps_all:  # blocks leave the device
-        kv_tokens = max(kv_tokens, sizes.max_model_len)
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
     if setup.device.type == "cuda":
@@ -207,7 +204,7 @@ def _assemble(setup: _Setup) -> Engine:
             cache=cache,
             arena=storage.arena,
             lanes=tuple(setup.lanes),
-            limits=PromptLimits(sizes.max_model_len, dims.vocab, kv_tokens),
+            limits=_prompt_limits(cache, sizes.max_model_len, dims.vocab),
             max_open=budget.max_batch * _WAITING_PER_ROW,
             seed=config.engine.seed,
             sampling=loaded.sampling,
@@ -220,6 +217,13 @@ def _assemble(setup: _Setup) -> Engine:
             threads=setup.threads,
         )
     )
+
+
+def _prompt_limits(cache: KvCache, max_model_len: int, vocab: int) -> PromptLimits:
+    kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
+    if not cache.keeps_all:  # blocks leave the device
+        kv_tokens = max(kv_tokens, max_model_len)
+    return PromptLimits(max_model_len, vocab, kv_tokens)
 
 
 def _models(setup: _Setup) -> _Models:
@@ -567,8 +571,7 @@ def _max_model_len(
     num_pageable: int | None = None,
     holds_all: bool = True,
 ) -> int:
-    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet. `holds_all`:
-    see `_holds_all`."""
+    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
     is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
     unpaged = "a model with sliding windows is not paged out"
