@@ -236,7 +236,7 @@ def _models(setup: _Setup) -> _Models:
     group = KvGroup(layout, _windows(loaded.model.config, draft_dims))
     models = _Models(loaded, head, draft, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
-    _max_model_len(config, models.dims, models.num_blocks, holds_all=_holds_all(group, models.num_blocks))
+    _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
 
 
@@ -408,7 +408,7 @@ def check_ahead(config: Config) -> None:
     room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # the default, at most
     num_blocks = room // layout.block_bytes if given is None else given
     group = KvGroup(layout, _windows(facts.config, draft_dims))
-    _max_model_len(config, facts.config, num_blocks, holds_all=_holds_all(group, num_blocks))
+    _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))
 
 
 def _check_deterministic(config: Config, device: torch.device) -> None:
@@ -565,13 +565,10 @@ def _fitting_chunk(cache: KvCache, chunk: int, max_model_len: int) -> int:
 
 
 def _max_model_len(
-    config: Config,
-    dims: ModelConfig,
-    num_blocks: int,
-    num_pageable: int | None = None,
-    holds_all: bool = True,
+    config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None, whole: bool = True
 ) -> int:
-    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet."""
+    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet. `whole`: a
+    sequence has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
     is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
     unpaged = "a model with sliding windows is not paged out"
@@ -579,7 +576,7 @@ def _max_model_len(
         why = unpaged if is_windowed else "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
-    fits = takes = num_blocks * size if holds_all else dims.max_position
+    fits = takes = num_blocks * size if whole else dims.max_position
     if resident is not None and num_pageable is not None:
         takes = min(fits, max(resident // size, num_pageable) * size)
     if wanted is None:
