@@ -164,9 +164,9 @@ class Scheduler:
         self._take_in_loads()
         self.running.keep_free()
         requests = self.running.in_turn(shortest_first=self._steps.num_planned % 2 == 0)
-        decodes = any(left == 1 and one.life.state is State.RUNNING for one, left in requests)
-        room = self._room(decodes)
-        drafts = self._drafts.propose([one for one, _ in requests]) if decodes else {}
+        num_decoding = sum(left == 1 and one.life.state is State.RUNNING for one, left in requests)
+        room = self._room(num_decoding)
+        drafts = self._drafts.propose([one for one, _ in requests]) if num_decoding else {}
         self._next.num_ahead = self._drafts.drafter.num_ahead
         for running, num_left in requests:
             if num_left and running.life.state is State.RUNNING:
