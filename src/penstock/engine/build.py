@@ -571,7 +571,7 @@ def _fitting_chunk(cache: KvCache, chunk: int, max_model_len: int) -> int:
 def _max_model_len(
     config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None, whole: bool = True
 ) -> int:
-    """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of a sequence has to fit."""
+    """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
     is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
     unpaged = "a model with sliding windows is not paged out"
