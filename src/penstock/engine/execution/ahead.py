@@ -264,7 +264,8 @@ class DraftPass(Pass):
             return nexts, torch.arange(size, device=device), rows
 
         def run(flow: Flow, tensors: tuple[Tensor, ...]) -> None:
-            self.drafts.run(flow, *tensors, num_drafts, choice)
+            nexts, lasts, rows = tensors
+            self.drafts.run(flow, nexts, lasts, rows, num_drafts, choice)
 
         return self._replays.get_pass(bucket, choice, room, run)
 
@@ -313,7 +314,8 @@ def _fill(step: Step, captured: CapturedPass) -> None:
     made, step.outputs.made = step.outputs.made, None
     assert made is not None
     rows = step.flow.bound_inputs().sample_rows
-    triton_steps.fill_pass(made.tokens, made.lasts, rows, captured.tensors)
+    nexts_into, lasts_into, rows_into = captured.tensors
+    triton_steps.fill_pass(made.tokens, made.lasts, rows, (nexts_into, lasts_into, rows_into))
 
 
 def blank(arena: Tensor, write_at: Tensor) -> None:
