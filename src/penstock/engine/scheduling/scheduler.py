@@ -26,7 +26,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Promises, Room, blocks_for
 from penstock.engine.scheduling.deep import DeepContexts
-from penstock.engine.scheduling.drafts import Drafter, Drafting, NoDrafts
+from penstock.engine.scheduling.drafts import Drafter, Drafting
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.lengths import Lengths
 from penstock.engine.scheduling.residency import FIRST_TAU
@@ -71,6 +71,9 @@ class Estimates(NamedTuple):
     tau: Callable[[], int] = lambda: FIRST_TAU  # steps between two scorings, by their cost
 
 
+_NO_ESTIMATES = Estimates()
+
+
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, all in one step."""
 
@@ -80,7 +83,7 @@ class Scheduler:
         budget: Budget,
         stop_ids: Iterable[int],
         drafter: Drafter | None = None,
-        estimates: Estimates = Estimates(),  # noqa: B008 - immutable
+        estimates: Estimates = _NO_ESTIMATES,
     ) -> None:
         """`drafter` None: no speculation."""
         self.lengths = estimates.lengths or Lengths()
@@ -94,7 +97,7 @@ class Scheduler:
         self.deep = DeepContexts(ledger, budget, promises, estimates.tau, self.counts)
         self.running = Running(ledger, budget, self.lengths, promises)
         self.admission = Admission(ledger, budget, self.running, estimates.times)
-        self._drafts = Drafting(drafter or NoDrafts(), ledger, budget, self.running)
+        self._drafts = Drafting(drafter or Drafter(), ledger, budget, self.running)
         self._next = NextStep()
         self._steps = Steps()
         self._sealing = Sealing(self._steps, ledger.block_tokens)
@@ -161,9 +164,9 @@ class Scheduler:
         self._take_in_loads()
         self.running.keep_free()
         requests = self.running.in_turn(shortest_first=self._steps.num_planned % 2 == 0)
-        decodes = any(left == 1 and one.life.state is State.RUNNING for one, left in requests)
-        room = self._room(decodes)
-        drafts = self._drafts.propose([one for one, _ in requests]) if decodes else {}
+        num_decoding = sum(left == 1 and one.life.state is State.RUNNING for one, left in requests)
+        room = self._room(num_decoding)
+        drafts = self._drafts.propose([one for one, _ in requests]) if num_decoding else {}
         self._next.num_ahead = self._drafts.drafter.num_ahead
         for running, num_left in requests:
             if num_left and running.life.state is State.RUNNING:
@@ -258,22 +261,30 @@ class Scheduler:
                 self._end_load(running, load)
             elif state is State.RUNNING:
                 continue  # it runs, but no step had room for it yet
-            elif load.overdue:  # the load keeps its slots; the request goes back in line and computes its KV
-                life = running.life
-                self._leave(running)
-                life.move(State.RETRACTED if life.num_retractions else State.WAITING)
-                life.computes = True
-                self.admission.wait(life, None)
+            elif load.overdue:  # the load keeps its slots
+                self._go_back(running)
             elif self.running.num_loading == len(self.running) and load.error() is None and _may_begin(load):
                 # No other request computes now, so a step that waits for this load delays none.
                 self._set_off(running)
 
     def _end_load(self, running: RunningRequest, load: Load) -> None:
         if load.error() is not None:
+            if running.table.num_gone:  # what landed is not the beginning of its context
+                self._go_back(running)
+                return
             running.compute_rest(load.num_landed, self._block_tokens)
         running.load = None
         if running.life.state is State.LOADING:
             self._set_off(running)
+
+    def _go_back(self, running: RunningRequest) -> None:
+        """It does not wait for its load any longer: it goes back in line, and computes its KV."""
+        life = running.life
+        self._leave(running)
+        life.num_retractions += life.state is State.RUNNING
+        life.move(State.RETRACTED if life.num_retractions else State.WAITING)
+        life.computes = True
+        self.admission.wait(life, None)
 
     def _set_off(self, running: RunningRequest) -> None:
         """It joins the steps from now on."""
@@ -291,6 +302,7 @@ class Scheduler:
         if num_lacking <= 0:
             return True
         wanted = blocks_for(num_lacking, size)
+        self.running.make_way(running, wanted, self._steps.last_fence)
         while not self.running.try_draw(running, wanted):
             if self.running.num_short(running, wanted) <= self._ledger.num_settling:
                 # running transfers will free enough: it waits for them, and no request is retracted
