@@ -1,0 +1,526 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""The experts of a layer for CUDA: router, choice, and one launch for each of the two grouped products. Owns no
+weights.
+
+A pair is a token and one of its experts, number token * TOP_K + rank. Pairs of one expert are computed
+together, so that its weights are read once:
+
+    few pairs    logits, choose          gated, down   a program finds the pairs of its expert among all
+    many pairs   logits, choose, place   gated, down   `place` sorts pairs by expert, and programs take tiles
+
+Launches depend on shapes alone: no count comes back to the host, so a step can be captured. What a token's
+experts return is one share per rank, which the norm behind sums in that order (`LayerOps.add_rms_norm`): no
+sum depends on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.models.model import Experts
+
+ROUTER_DEPTH = 128  # values of the input that a program of the router holds at a time
+ROUTER_SHARES = 8  # parts of the input that few tokens' logits are computed from
+ROUTER_FEW = 64  # tokens
+PLACE_TOKENS = 32  # in a tile that is chosen for and placed by one program
+PLACE_TILES = 16  # whose counts a program reads at a time
+
+
+class ExpertTile(NamedTuple):
+    """What one program of a grouped product holds at a time."""
+
+    rows: int  # pairs
+    columns: int  # of the output; so many rows of the weights, or of gate's and of up's
+    depth: int
+    warps: int
+    stages: int  # tiles of weights in flight
+    weights_left: bool = True  # weights are the left side of the products
+
+
+class ExpertPlan(NamedTuple):
+    """How a step's experts are computed. Tiles of both products have as many rows."""
+
+    gated: ExpertTile
+    down: ExpertTile
+    is_sorted: bool = True
+
+
+FEW_PAIRS = 512
+FEW = ExpertPlan(ExpertTile(16, 32, 128, 4, 4), ExpertTile(16, 64, 128, 4, 4), is_sorted=False)
+# By pairs per expert at most, on average; the last is for all larger ones.
+SORTED = {
+    16: ExpertPlan(ExpertTile(16, 32, 128, 4, 4), ExpertTile(16, 64, 128, 4, 4)),
+    32: ExpertPlan(ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 64, 128, 4, 4)),
+    64: ExpertPlan(ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 4, 4)),
+    128: ExpertPlan(ExpertTile(128, 64, 64, 8, 4, False), ExpertTile(128, 128, 64, 8, 4, False)),
+}
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def router_kernel(
+    x_ptr,  # [num_rows, WIDTH]
+    router_ptr,  # [NUM, WIDTH]
+    out_ptr,  # float32 [shares, num_rows, NUM]
+    num_rows,
+    WIDTH: tl.constexpr,
+    NUM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j): the logits of its tokens, from the SHARE values of the input that begin at j * SHARE."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    first = tl.program_id(1) * SHARE
+    experts = tl.arange(0, PADDED)
+    depths = tl.arange(0, DEPTH)
+    total = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+    for start in range(first, first + SHARE, DEPTH):
+        inside = (start + depths < WIDTH)[None, :]
+        x_at = x_ptr + rows[:, None] * WIDTH + start + depths[None, :]
+        router_at = router_ptr + experts[:, None] * WIDTH + start + depths[None, :]
+        x = tl.load(x_at, mask=(rows < num_rows)[:, None] & inside, other=0.0)
+        router = tl.load(router_at, mask=(experts < NUM)[:, None] & inside, other=0.0)
+        total = tl.dot(x, tl.trans(router), total, input_precision=PRECISION)
+    out_at = out_ptr + (tl.program_id(1) * num_rows + rows)[:, None] * NUM + experts[None, :]
+    tl.store(out_at, total, mask=(rows < num_rows)[:, None] & (experts < NUM)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def choose_kernel(
+    logits_ptr,  # float32 [NUM_SHARES, num_rows, NUM]
+    ids_ptr,  # int32 [num_rows, TOP_K]: the experts of each token, the likeliest first
+    weights_ptr,  # float32 [num_rows, TOP_K]
+    counts_ptr,  # int32 [programs, PADDED]: pairs of each expert in each tile of tokens
+    num_rows,
+    NUM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """Ids are different experts that exist, whatever the logits are: a step that is padded computes rows of
+    arbitrary content."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    inside = (rows < num_rows)[:, None]
+    experts = tl.arange(0, PADDED)[None, :]
+    ranks = tl.arange(0, PADDED_K)[None, :]
+    logits = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+    for share in tl.static_range(NUM_SHARES):
+        at = logits_ptr + (share * num_rows + rows)[:, None] * NUM + experts
+        logits += tl.load(at, mask=inside & (experts < NUM), other=0.0)
+    logits = tl.where(logits > -3.0e38, logits, -3.0e38)  # a NaN is not
+    left = tl.where(experts < NUM, logits, float("-inf"))
+    shares = tl.exp(left - tl.max(left, 1)[:, None])
+    ids = tl.zeros([TILE_ROWS, PADDED_K], tl.int32)
+    weights = tl.zeros([TILE_ROWS, PADDED_K], tl.float32)
+    taken = tl.zeros([TILE_ROWS, PADDED], tl.int32)
+    for rank in tl.static_range(TOP_K):
+        best = tl.max(left, 1)[:, None]
+        id = tl.min(tl.where(left == best, experts, PADDED), 1)[:, None]
+        hit = experts == id
+        weight = tl.sum(tl.where(hit, shares, 0.0), 1)[:, None]
+        ids = tl.where(ranks == rank, id, ids)
+        weights = tl.where(ranks == rank, weight, weights)
+        left = tl.where(hit, float("-inf"), left)
+        taken += hit.to(tl.int32)
+    weights /= (tl.sum(weights, 1) if NORMALISED else tl.sum(shares, 1))[:, None]
+    out = rows[:, None] * TOP_K + ranks
+    tl.store(ids_ptr + out, ids, mask=inside & (ranks < TOP_K))
+    tl.store(weights_ptr + out, weights, mask=inside & (ranks < TOP_K))
+    counts = tl.sum(tl.where(inside, taken, 0), 0)
+    tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), counts)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def place_kernel(
+    ids_ptr,
+    counts_ptr,
+    order_ptr,  # int32 [pairs]: pairs by expert, those of one expert in the order of tokens
+    bounds_ptr,  # int32 [2, PADDED]: where each expert's pairs begin and end in it
+    num_rows,
+    num_tiles,
+    PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Program i: the places of the pairs of tile i."""
+    tile = tl.program_id(0)
+    experts = tl.arange(0, PADDED)
+    total = tl.zeros([PADDED], tl.int32)
+    before = tl.zeros([PADDED], tl.int32)
+    for first in range(0, num_tiles, AT_ONCE):
+        tiles = (first + tl.arange(0, AT_ONCE))[:, None]
+        counts = tl.load(counts_ptr + tiles * PADDED + experts[None, :], mask=tiles < num_tiles, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(tiles < tile, counts, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    if tile == 0:
+        tl.store(bounds_ptr + experts, begin)
+        tl.store(bounds_ptr + PADDED + experts, begin + total)
+    rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    taken = tl.zeros([TILE_ROWS, PADDED], tl.int32)
+    for rank in tl.static_range(TOP_K):
+        id = tl.load(ids_ptr + rows * TOP_K + rank, mask=rows < num_rows, other=PADDED)
+        taken += (id[:, None] == experts[None, :]).to(tl.int32)
+    places = (begin + before)[None, :] + tl.cumsum(taken, 0) - taken
+    for rank in tl.static_range(TOP_K):
+        id = tl.load(ids_ptr + rows * TOP_K + rank, mask=rows < num_rows, other=PADDED)
+        place = tl.sum(tl.where(id[:, None] == experts[None, :], places, 0), 1)
+        tl.store(order_ptr + place, rows * TOP_K + rank, mask=rows < num_rows)
+
+
+@triton.jit
+def _sorted_rows(order_ptr, bounds_ptr, tile, PADDED: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """The expert of tile `tile`, its pairs, their places in the order, which of them there are, and whether
+    there are none."""
+    experts = tl.arange(0, PADDED)
+    begins = tl.load(bounds_ptr + experts)
+    ends = tl.load(bounds_ptr + PADDED + experts)
+    tiles = (ends - begins + TILE_ROWS - 1) // TILE_ROWS
+    behind = tl.cumsum(tiles, 0)
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)  # PADDED: there are fewer tiles
+    own = experts == expert
+    begin = tl.sum(tl.where(own, begins + (tile - behind + tiles) * TILE_ROWS, 0), 0)
+    end = tl.sum(tl.where(own, ends, 0), 0)
+    places = begin + tl.arange(0, TILE_ROWS)
+    inside = places < end
+    places = tl.where(inside, places, 0)
+    return expert, tl.load(order_ptr + places), places, inside, begin >= end
+
+
+@triton.jit
+def _found_rows(ids_ptr, num_pairs, pair, PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """As `_sorted_rows`: the expert of pair `pair`, and its pairs from this one on. Only every TILE_ROWS-th
+    pair of an expert begins a tile."""
+    pairs = tl.arange(0, PAIRS)
+    ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    expert = tl.load(ids_ptr + pair)
+    same = (ids == expert).to(tl.int32)
+    before = tl.sum(tl.where(pairs < pair, same, 0), 0)
+    wanted = before + tl.arange(0, TILE_ROWS)
+    numbers = tl.cumsum(same, 0) * same - 1  # among the pairs of this expert; -1: not one of them
+    is_it = numbers[None, :] == wanted[:, None]
+    rows = tl.sum(tl.where(is_it, pairs[None, :], 0), 1)
+    return expert, rows, rows, wanted < tl.sum(same, 0), before % TILE_ROWS != 0
+
+
+@triton.jit
+def _tile_of(
+    ids_ptr,
+    order_ptr,
+    bounds_ptr,
+    num_pairs,
+    SORTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """The expert of this program, its pairs, their rows between the two products, which of them there are, and
+    whether the program has none."""
+    if SORTED:
+        return _sorted_rows(order_ptr, bounds_ptr, tl.program_id(1), PADDED, TILE_ROWS)
+    else:
+        return _found_rows(ids_ptr, num_pairs, tl.program_id(1), PAIRS, TILE_ROWS)
+
+
+@triton.jit
+def _loaded(at, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _added(weight, x, total, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr):
+    """`total` and the product of `weight` [columns, depth] and `x` [rows, depth]."""
+    if WEIGHTS_LEFT:
+        return tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
+    else:
+        return tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def gated_experts_kernel(
+    x_ptr,  # [tokens, WIDTH]
+    weight_ptr,  # [slots, 2 * FFN, WIDTH]: gate's rows, then up's
+    out_ptr,  # [num_pairs, FFN], in the order of the tiles' rows
+    slots_ptr,
+    ids_ptr,
+    order_ptr,
+    bounds_ptr,
+    num_pairs,
+    WIDTH: tl.constexpr,
+    FFN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SORTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j): its columns of silu(gate) * up for the pairs of tile j."""
+    EVEN: tl.constexpr = WIDTH % DEPTH == 0 and FFN % TILE_COLUMNS == 0
+    expert, pairs, rows, inside, is_empty = _tile_of(
+        ids_ptr, order_ptr, bounds_ptr, num_pairs, SORTED, PAIRS, PADDED, TILE_ROWS
+    )
+    if is_empty:
+        return
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    slot = tl.load(slots_ptr + expert).to(tl.int64)
+    x_at = x_ptr + (pairs // TOP_K)[:, None] * WIDTH + depths[None, :]
+    gate_at = weight_ptr + slot * (2 * FFN * WIDTH) + columns[:, None] * WIDTH + depths[None, :]
+    if WEIGHTS_LEFT:
+        gate = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
+        up = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
+    else:
+        gate = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+        up = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        deep = (start + depths < WIDTH)[None, :]
+        x = _loaded(x_at + start, deep, EVEN)
+        is_real = deep & (columns < FFN)[:, None]
+        gate = _added(_loaded(gate_at + start, is_real, EVEN), x, gate, WEIGHTS_LEFT, PRECISION)
+        up_weight = _loaded(gate_at + FFN * WIDTH + start, is_real, EVEN)
+        up = _added(up_weight, x, up, WEIGHTS_LEFT, PRECISION)
+    out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    if WEIGHTS_LEFT:
+        out = tl.trans(out)
+    at = out_ptr + rows[:, None].to(tl.int64) * FFN + columns[None, :]
+    tl.store(at, out, mask=inside[:, None] & (columns < FFN)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
+def down_experts_kernel(
+    x_ptr,  # [num_pairs, FFN]: what `gated_experts_kernel` wrote
+    weight_ptr,  # [slots, WIDTH, FFN]
+    shares_ptr,  # float32 [num_pairs]: the router's weights
+    out_ptr,  # [TOP_K, num_tokens, WIDTH]
+    slots_ptr,
+    ids_ptr,
+    order_ptr,
+    bounds_ptr,
+    num_pairs,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    FFN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SORTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j): its columns of what the expert of tile j returns, weighted, each pair in the share of
+    its rank."""
+    EVEN: tl.constexpr = FFN % DEPTH == 0 and WIDTH % TILE_COLUMNS == 0
+    expert, pairs, rows, inside, is_empty = _tile_of(
+        ids_ptr, order_ptr, bounds_ptr, num_pairs, SORTED, PAIRS, PADDED, TILE_ROWS
+    )
+    if is_empty:
+        return
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    slot = tl.load(slots_ptr + expert).to(tl.int64)
+    x_at = x_ptr + rows[:, None].to(tl.int64) * FFN + depths[None, :]
+    weight_at = weight_ptr + slot * (WIDTH * FFN) + columns[:, None] * FFN + depths[None, :]
+    if WEIGHTS_LEFT:
+        total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
+    else:
+        total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, FFN, DEPTH):
+        deep = (start + depths < FFN)[None, :]
+        x = _loaded(x_at + start, deep, EVEN)
+        weight = _loaded(weight_at + start, deep & (columns < WIDTH)[:, None], EVEN)
+        total = _added(weight, x, total, WEIGHTS_LEFT, PRECISION)
+    if WEIGHTS_LEFT:
+        total = tl.trans(total)
+    total *= tl.load(shares_ptr + pairs)[:, None]
+    out_rows = (pairs % TOP_K).to(tl.int64) * num_tokens + pairs // TOP_K
+    at = out_ptr + out_rows[:, None] * WIDTH + columns[None, :]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
+
+
+class Choice(NamedTuple):
+    """The experts of a step's tokens."""
+
+    ids: Tensor  # int32 [T, top_k]
+    weights: Tensor  # float32 [T, top_k]
+    order: Tensor  # int32: pairs by expert; empty where they are not sorted
+    bounds: Tensor  # int32 [2, experts]
+
+
+def plan_for(num_pairs: int, num_experts: int) -> ExpertPlan:
+    if num_pairs <= FEW_PAIRS:
+        return FEW
+    most = next((rows for rows in SORTED if num_pairs <= rows * num_experts), max(SORTED))
+    return SORTED[most]
+
+
+def routed(x: Tensor, experts: Experts, shared: Tensor | None, plan: ExpertPlan | None = None) -> Tensor:
+    """[top_k, T, hidden] in shares, and one more that is `shared`."""
+    x, routing = x.contiguous(), experts.routing
+    num_tokens, hidden = x.shape
+    out = x.new_empty(routing.top_k + (shared is not None), num_tokens, hidden)
+    if shared is not None:
+        out[-1].copy_(shared)
+    if num_tokens:
+        plan = plan or plan_for(num_tokens * routing.top_k, routing.num_experts)
+        choice = choose(x, experts, plan.is_sorted)
+        down(gated(x, experts, choice, plan), experts, choice, plan, out)
+    return out
+
+
+def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Choice:
+    (num_tokens, width), routing = x.shape, experts.routing
+    num, top_k = routing.num_experts, routing.top_k
+    is_few = num_tokens <= ROUTER_FEW and width % (ROUTER_SHARES * ROUTER_DEPTH) == 0
+    num_shares = ROUTER_SHARES if is_few else 1
+    tile_rows = 16 if num_tokens <= ROUTER_FEW else 64
+    logits = torch.empty(num_shares, num_tokens, num, dtype=torch.float32, device=x.device)
+    padded = max(16, triton.next_power_of_2(num))
+    router_kernel[(triton.cdiv(num_tokens, tile_rows), num_shares)](
+        x,
+        experts.router,
+        logits,
+        num_tokens,
+        WIDTH=width,
+        NUM=num,
+        PADDED=padded,
+        SHARE=width // num_shares,
+        TILE_ROWS=tile_rows,
+        DEPTH=ROUTER_DEPTH,
+        PRECISION=_precision(x),
+        num_warps=4,
+        num_stages=3,
+    )
+    tokens = PLACE_TOKENS if is_sorted else 1
+    tiles = triton.cdiv(num_tokens, tokens)
+    ids, counts, order, bounds = (
+        torch.empty(shape, dtype=torch.int32, device=x.device)
+        for shape in ((num_tokens, top_k), (tiles, padded), num_tokens * top_k * is_sorted, (2, padded))
+    )
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
+    choose_kernel[(tiles,)](
+        logits,
+        ids,
+        weights,
+        counts,
+        num_tokens,
+        NUM=num,
+        PADDED=padded,
+        TOP_K=top_k,
+        PADDED_K=triton.next_power_of_2(top_k),
+        NUM_SHARES=num_shares,
+        NORMALISED=routing.normalised,
+        TILE_ROWS=tokens,
+        num_warps=4 if is_sorted else 1,
+    )
+    if is_sorted:
+        place_kernel[(tiles,)](
+            ids,
+            counts,
+            order,
+            bounds,
+            num_tokens,
+            tiles,
+            PADDED=padded,
+            TOP_K=top_k,
+            TILE_ROWS=tokens,
+            AT_ONCE=PLACE_TILES,
+            num_warps=4,
+        )
+    return Choice(ids, weights, order, bounds)
+
+
+def gated(x: Tensor, experts: Experts, choice: Choice, plan: ExpertPlan) -> Tensor:
+    """silu(gate) * up of every pair: [pairs, ffn], by expert where pairs are sorted."""
+    width, ffn, num_pairs = x.shape[1], experts.routing.ffn, choice.ids.numel()
+    out = x.new_empty(num_pairs, ffn)
+    tile = _fitting(plan.gated, width, ffn, x)
+    gated_experts_kernel[(triton.cdiv(ffn, tile.columns), _num_tiles(choice, experts, plan))](
+        x,
+        experts.gate_up,
+        out,
+        experts.slots,
+        choice.ids,
+        choice.order,
+        choice.bounds,
+        num_pairs,
+        **_launch(x, width, experts, choice, plan, tile),
+    )
+    return out
+
+
+def down(x: Tensor, experts: Experts, choice: Choice, plan: ExpertPlan, out: Tensor) -> None:
+    """`x`: from `gated`. The first shares of `out` are written."""
+    ffn, (num_tokens, width) = experts.routing.ffn, out.shape[1:]
+    tile = _fitting(plan.down, ffn, width, x)
+    down_experts_kernel[(triton.cdiv(width, tile.columns), _num_tiles(choice, experts, plan))](
+        x,
+        experts.down,
+        choice.weights,
+        out,
+        experts.slots,
+        choice.ids,
+        choice.order,
+        choice.bounds,
+        choice.ids.numel(),
+        num_tokens,
+        **_launch(x, width, experts, choice, plan, tile),
+    )
+
+
+def _num_tiles(choice: Choice, experts: Experts, plan: ExpertPlan) -> int:
+    """At most, over all ways to route."""
+    num_pairs, rows = choice.ids.numel(), plan.gated.rows
+    if not plan.is_sorted:
+        return num_pairs
+    return min(num_pairs, (num_pairs + experts.routing.num_experts * (rows - 1)) // rows)
+
+
+def _launch(
+    x: Tensor, width: int, experts: Experts, choice: Choice, plan: ExpertPlan, tile: ExpertTile
+) -> dict[str, int | bool | str]:
+    return {
+        "WIDTH": width,
+        "FFN": experts.routing.ffn,
+        "TOP_K": experts.routing.top_k,
+        "SORTED": plan.is_sorted,
+        "PAIRS": 16 if plan.is_sorted else triton.next_power_of_2(choice.ids.numel()),
+        "PADDED": choice.bounds.shape[1],
+        "TILE_ROWS": tile.rows,
+        "TILE_COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "WEIGHTS_LEFT": tile.weights_left,
+        "PRECISION": _precision(x),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _fitting(tile: ExpertTile, width: int, out_width: int, x: Tensor) -> ExpertTile:
+    """Smaller for matrices that are, and for wider numbers."""
+    depth = min(tile.depth * 2 // x.element_size(), max(16, triton.next_power_of_2(width)))
+    return tile._replace(depth=depth, columns=min(tile.columns, max(16, triton.next_power_of_2(out_width))))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
