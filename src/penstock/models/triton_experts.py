@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The experts of a layer for CUDA: router, choice, and one launch for each of the two grouped products. Owns no
-weights.
+"""The experts of a layer for CUDA: router, choice, and one launch for each of the two grouped products. Owns
+no weights.
 
 A pair is a token and one of its experts, number token * TOP_K + rank. Pairs of one expert are computed
 together, so that its weights are read once:
@@ -75,7 +75,7 @@ def router_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (i, j): the logits of its tokens, from the SHARE values of the input that begin at j * SHARE."""
+    """Program (i, j): the logits of its tokens, from the SHARE values of the input from j * SHARE on."""
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     first = tl.program_id(1) * SHARE
     experts = tl.arange(0, PADDED)
@@ -225,29 +225,32 @@ def _tile_of(
     PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """The expert of this program, its pairs, their rows between the two products, which of them there are, and
-    whether the program has none."""
+    """The expert of this program, its pairs, their rows between the two products, which of them there are,
+    and whether the program has none."""
     if SORTED:
-        return _sorted_rows(order_ptr, bounds_ptr, tl.program_id(1), PADDED, TILE_ROWS)
+        found = _sorted_rows(order_ptr, bounds_ptr, tl.program_id(1), PADDED, TILE_ROWS)
     else:
-        return _found_rows(ids_ptr, num_pairs, tl.program_id(1), PAIRS, TILE_ROWS)
+        found = _found_rows(ids_ptr, num_pairs, tl.program_id(1), PAIRS, TILE_ROWS)
+    return found
 
 
 @triton.jit
 def _loaded(at, inside, EVEN: tl.constexpr):
     if EVEN:
-        return tl.load(at)
+        loaded = tl.load(at)
     else:
-        return tl.load(at, mask=inside, other=0.0)
+        loaded = tl.load(at, mask=inside, other=0.0)
+    return loaded
 
 
 @triton.jit
 def _added(weight, x, total, WEIGHTS_LEFT: tl.constexpr, PRECISION: tl.constexpr):
     """`total` and the product of `weight` [columns, depth] and `x` [rows, depth]."""
     if WEIGHTS_LEFT:
-        return tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
+        total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
     else:
-        return tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
+        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
