@@ -115,8 +115,6 @@ class RoutedArchitecture(Architecture):
             return metadata.get(f"{self.gguf_name or self.name}.{key}", default)
 
         config = super().config_of_gguf(metadata, tensors, factors, where)
-        num_layers = config["num_hidden_layers"]
-        layers = range(num_layers) if isinstance(num_layers, int) and num_layers < _MAX_EXPERTS else ()
         expert_ffn = entry("expert_feed_forward_length")
         return {
             **config,
@@ -126,7 +124,6 @@ class RoutedArchitecture(Architecture):
             "intermediate_size": config["intermediate_size"] or expert_ffn,
             "shared_expert_intermediate_size": entry("expert_shared_feed_forward_length"),
             "norm_topk_prob": entry("expert_weights_norm", self.normalises_in_gguf),
-            "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in tensors],
         }
 
 
