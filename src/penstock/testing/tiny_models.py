@@ -42,7 +42,7 @@ TINY_QWEN2_MOE = dataclasses.replace(
     architecture="qwen2_moe",
     qkv_bias=True,
     num_layers=3,
-    routing=Routing(6, top_k=3, ffn=32, normalised=False, shared_ffn=48, dense_layers=(1,)),
+    routing=Routing(6, top_k=3, ffn=32, normalised=False, shared_ffn=64, dense_layers=(1,)),
 )
 
 CHAT_TEMPLATE = (
