@@ -228,7 +228,7 @@ def test_each_scheme_matters_at_this_length(scheme: str) -> None:
     )
 
 
-ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini")
+ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini", "qwen2-moe")
 
 
 @pytest.mark.parametrize("family", ADAPTED)

@@ -9,6 +9,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -843,14 +844,18 @@ def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompt
 # ---------------------------------------------------------------------------------------------- beside others
 
 
-@pytest.mark.parametrize("seed", range(4))
+CROWDS = [*(("tiny-qwen3", seed) for seed in range(4)), ("tiny-qwen3-moe", 1), ("tiny-qwen3-moe", 2)]
+
+
+@pytest.mark.parametrize(("model", "seed"), CROWDS)
 def test_a_random_crowd_of_exact_scored_and_fitting_requests(
-    seed: int, make_engine: Make, prompts: Prompts
+    model: str, seed: int, make_engine: Make, prompts: Prompts
 ) -> None:
     """Exact and fitting ones give what they give alone; the others end, some of them in a next turn, and
     leave nothing held."""
     rng, num_turns = random.Random(seed), 0
     speculate = "ngram" if seed % 2 else None
+    make_engine = partial(make_engine, model)
     engine = scored_engine(
         make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate
     )
