@@ -21,14 +21,23 @@ import torch
 from torch import Tensor
 
 from driver import flags, show, text, write
-from penstock.bench.decode import DecodeBench
 from penstock.bench.run import Driver
 from penstock.engine.build import build
 from penstock.flags import config_of
 from penstock.models import triton_experts
 from penstock.models.model import Experts, ModelConfig
 from penstock.models.qwen3_moe import QWEN3_30B_A3B
-from penstock.models.triton_experts import FEW, SORTED, Choice, ExpertPlan, ExpertTile, plan_for
+from penstock.models.triton_experts import (
+    DOWN_PAIR,
+    FEW,
+    GATED_PAIR,
+    SORTED,
+    Chosen,
+    ExpertPlan,
+    ExpertTile,
+    PairTile,
+    plan_for,
+)
 
 CONFIG = QWEN3_30B_A3B
 READ_GB_S = 4300.0  # of device memory
@@ -39,40 +48,16 @@ NUM_LAYERS = 4  # of the kernels' weights
 Row = dict[str, Any]
 
 _FEW_TILES = {
-    "gated": (
-        (16, 128, 4, 4),
-        (32, 128, 2, 4),
-        (32, 128, 4, 4),
-        (32, 256, 4, 3),
-        (16, 256, 4, 3),
-        (64, 128, 4, 4),
-        (32, 64, 4, 6),
-    ),
-    "down": (
-        (32, 128, 4, 4),
-        (64, 128, 4, 4),
-        (64, 128, 2, 4),
-        (64, 256, 4, 3),
-        (32, 256, 4, 3),
-        (128, 64, 4, 4),
-        (64, 64, 4, 6),
-    ),
+    "gated": ((32, 128, 2, 4), (32, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4)),
+    "down": ((128, 64, 4, 4), (128, 128, 4, 3), (256, 64, 4, 3), (128, 64, 8, 4), (64, 128, 2, 4)),
 }
 _MANY_TILES = {
-    "gated": (
-        (64, 64, 8, 4),
-        (64, 64, 4, 4),
-        (64, 64, 8, 3),
-        (128, 64, 8, 3),
-        (128, 32, 8, 4),
-    ),
-    "down": (
-        (128, 64, 8, 4),
-        (128, 64, 4, 4),
-        (128, 64, 8, 3),
-        (256, 64, 8, 3),
-        (64, 64, 4, 4),
-    ),
+    "gated": ((64, 64, 4, 4), (128, 64, 8, 3), (128, 32, 8, 4)),
+    "down": ((128, 64, 8, 4), (128, 64, 8, 3), (256, 64, 8, 3)),
+}
+_PAIR_TILES = {
+    "gated": ((4096, 2), (4096, 4), (8192, 2), (8192, 4), (8192, 8), (16384, 4), (16384, 8)),
+    "down": ((4096, 4), (8192, 2), (8192, 4), (8192, 8), (16384, 4), (16384, 8), (32768, 8)),
 }
 
 
@@ -82,12 +67,10 @@ def variants(num_tokens: int, kernel: str) -> Iterator[ExpertPlan]:
     yield kept
     if kernel == "choose":
         return
-    plans = {1: [FEW], 32: [FEW, SORTED[16]], 128: [SORTED[16], FEW], 512: [SORTED[32], SORTED[64]]}
+    plans = {8: [FEW], 32: [FEW], 128: [SORTED[16]], 512: [SORTED[16], SORTED[64]]}
     for plan in plans.get(num_tokens, [SORTED[128], SORTED[64]]):
         rows = plan.gated.rows
         tiles = _FEW_TILES[kernel] if rows < 64 else _MANY_TILES[kernel]
-        if plan.is_sorted != kept.is_sorted:
-            tiles = tiles[1:3]  # the way to find pairs is compared, not the tiles
         for columns, depth, warps, stages in tiles:
             for left in (True, False) if rows >= 64 else (True,):
                 yield plan._replace(**{kernel: ExpertTile(rows, columns, depth, warps, stages, left)})
@@ -104,7 +87,7 @@ class Rig:
         self.inputs = [torch.randn(num_tokens, CONFIG.hidden, device="cuda").bfloat16() for _ in weights]
         self.expert_bytes = 2 * CONFIG.hidden * routing.ffn * 2  # of gate and up, or of down twice
 
-    def choices(self, is_sorted: bool) -> list[Choice]:
+    def choices(self, is_sorted: bool) -> list[Chosen]:
         pairs = zip(self.inputs, self.layers, strict=True)
         return [triton_experts.choose(x, layer, is_sorted) for x, layer in pairs]
 
@@ -142,9 +125,11 @@ def made_weights() -> list[tuple[Tensor, ...]]:
 
 def kernels(args: argparse.Namespace) -> list[Row]:
     weights, rows, ends_s = made_weights(), list[Row](), time.monotonic() + args.limit_s
-    for num_tokens in (1, 32, 128, 8192, 8, 512, 2048):
+    for num_tokens in args.tokens:
         rig, found = Rig(num_tokens, weights), list[Row]()
-        for kernel in ("choose", "gated", "down"):
+        if num_tokens == 1:
+            found = list(alone(rig))
+        for kernel in () if num_tokens == 1 else ("choose", "gated", "down"):
             plans = list(dict.fromkeys(variants(num_tokens, kernel)))
             for number, plan in enumerate(plans):
                 if time.monotonic() > ends_s and number:
@@ -161,6 +146,33 @@ def kernels(args: argparse.Namespace) -> list[Row]:
         show(found, KERNEL_COLUMNS)
         print(flush=True)
     return rows
+
+
+def alone(rig: Rig) -> Iterator[Row]:
+    """All of a layer's launches for one token, with other tiles, and without overlap."""
+    out = rig.inputs[0].new_empty(rig.layers[0].routing.top_k, *rig.inputs[0].shape)
+    overlaps = triton_experts._overlaps
+
+    def row(kernel: str, how: str, gated: PairTile, down: PairTile, kept: bool = False) -> Row:
+        def call(i: int) -> None:
+            x, layer = rig.inputs[i], rig.layers[i]
+            triton_experts.pair_products(x, layer, triton_experts.choose(x, layer, False), out, gated, down)
+
+        tile = f"{gated.values}, {gated.warps} warps; {down.values}, {down.warps} warps"
+        limit_us = rig.layers[0].routing.top_k * rig.expert_bytes * 1.5 / READ_GB_S / 1e3
+        found = {"tokens": 1, "kernel": kernel, "kept": kept, "how": how, "tile": tile}
+        return found | {"us": rig.us(call), "limit_us": limit_us}
+
+    yield row("layer", "pairs", GATED_PAIR, DOWN_PAIR, True)
+    us = rig.us(lambda i: triton_experts.routed(rig.inputs[i], rig.layers[i], None, FEW))
+    yield {"tokens": 1, "kernel": "layer", "kept": False, "how": "few", "tile": "", "us": us}
+    triton_experts._overlaps = lambda _: False
+    yield row("layer", "one by one", GATED_PAIR, DOWN_PAIR)
+    triton_experts._overlaps = overlaps
+    for values, warps in _PAIR_TILES["gated"]:
+        yield row("layer", "pairs", PairTile(values, warps), DOWN_PAIR)
+    for values, warps in _PAIR_TILES["down"]:
+        yield row("layer", "pairs", GATED_PAIR, PairTile(values, warps))
 
 
 def timed(rig: Rig, kernel: str, plan: ExpertPlan) -> Row:
@@ -191,29 +203,31 @@ def timed(rig: Rig, kernel: str, plan: ExpertPlan) -> Row:
 
 
 class Seen:
-    """What captured steps chose: kept tensors are not used for anything else inside a capture."""
+    """What captured steps chose. Kept tensors have memory of their own in their step, but other steps may
+    write to it: they are read while only one kind of step runs."""
 
     def __init__(self) -> None:
-        self.ids: dict[int, list[Tensor]] = {}
+        self._ids: dict[int, list[Tensor]] = {}
         self._choose = triton_experts.choose
         triton_experts.choose = self
 
-    def __call__(self, x: Tensor, experts: Experts, is_sorted: bool) -> Choice:
+    def __call__(self, x: Tensor, experts: Experts, is_sorted: bool) -> Chosen:
         choice = self._choose(x, experts, is_sorted)
         if torch.cuda.is_current_stream_capturing():
-            self.ids.setdefault(len(x), []).append(choice.ids)
+            self._ids.setdefault(len(x), []).append(choice.ids)
         return choice
 
-    def clear(self) -> None:
-        for ids in (ids for kept in self.ids.values() for ids in kept):
-            ids.zero_()
+    def clear(self, batch: int) -> None:
+        torch.cuda.synchronize()
+        for ids in self._ids[batch]:
+            ids.fill_(-1)
         torch.cuda.synchronize()
 
     def experts_hit(self, batch: int) -> float:
         """Of a layer, on average, in the last step of this many tokens."""
         torch.cuda.synchronize()
-        nums = [len(ids.unique()) for ids in self.ids[batch] if bool(ids.any())]
-        return sum(nums) / max(1, len(nums))
+        ran = [ids for ids in self._ids[batch] if bool((ids >= 0).all()) and bool((ids < 4096).all())]
+        return sum(len(ids.unique()) for ids in ran) / max(1, len(ran))
 
 
 def engine(args: argparse.Namespace) -> list[Row]:
@@ -222,16 +236,7 @@ def engine(args: argparse.Namespace) -> list[Row]:
     made = build(config)
     print(f"built in {time.perf_counter() - started_s:.1f} s", flush=True)
     dims, driver = made.parts.executor.target.model.config, Driver(made, config)
-    rows: list[Row] = []
-    for batch in BATCHES:
-        seen.clear()
-        bench = DecodeBench((batch,), PROMPT, WRITTEN, 2, 1)
-        (found,) = bench.measure(driver).rows
-        hit = seen.experts_hit(batch)
-        limit_ms = step_bytes(dims, batch, hit) / READ_GB_S / 1e6
-        ms = found["step_ms"]["median"]
-        rows.append({"what": f"decode, batch {batch}", "ms": ms, "limit_ms": limit_ms, "hit": hit})
-        show(rows[-1:], ENGINE_COLUMNS)
+    rows = [decode(driver, seen, dims, batch) for batch in BATCHES]
     times = []
     for number in range(4):
         (prompt,) = driver.prompts(1, PREFILL, 7, number)
@@ -244,6 +249,31 @@ def engine(args: argparse.Namespace) -> list[Row]:
     rows.append(row | {"tflops": flops / ms / 1e9, "dense_tflops": rate / 1e12, "all_ms": times})
     made.close(timeout_s=60.0)
     return rows
+
+
+def decode(driver: Driver, seen: Seen, dims: ModelConfig, batch: int) -> Row:
+    """The median step in which every request gets a token, the second time."""
+    times: list[float] = []
+    for run in range(2):
+        for prompt in driver.prompts(batch, PROMPT, 1, batch, run):
+            driver.submit(prompt, WRITTEN + 2 * batch)
+        times, before_s = [], 0.0
+        while len(times) < WRITTEN - 8:
+            turn = driver.turn()
+            if turn[1:] == (batch, 0):
+                times += [turn.end_s - before_s] if before_s else []
+                before_s = turn.end_s
+            else:
+                before_s = 0.0
+        seen.clear(batch)
+        for _ in range(4):
+            driver.turn()
+        hit = seen.experts_hit(batch)
+        driver.run_all()
+    limit_ms = step_bytes(dims, batch, hit) / READ_GB_S / 1e6
+    row = {"what": f"decode, batch {batch}", "ms": median(times) * 1e3, "limit_ms": limit_ms, "hit": hit}
+    show([row], ENGINE_COLUMNS)
+    return row
 
 
 def attention_weights(dims: ModelConfig) -> int:
@@ -297,6 +327,7 @@ def main() -> None:
         __doc__,
         engine=True,
         part=("kernels", "kernels or engine"),
+        tokens=([1, 32, 128, 8192, 8, 512, 2048], "of kernels: numbers of tokens"),
         limit_s=(70.0, "of kernels: after so long, only the tiles that are kept are measured"),
     )
     parser.set_defaults(

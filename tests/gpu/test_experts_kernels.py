@@ -144,7 +144,7 @@ def check(
     assert largest < TOLERANCE[dtype], largest
 
 
-SHORT = [(1, TINY), (5, TINY), (40, TINY), (3, ODD), (70, ODD)]
+SHORT = [(1, TINY), (1, ODD), (5, TINY), (40, TINY), (3, ODD), (70, ODD)]
 LONG = [(num, QWEN) for num in (1, 2, 7, 8, 32, 64, 65, 128, 300, 1000, 8192)]
 BATCHES = SHORT + ([] if INTERPRETED else LONG)
 
@@ -237,7 +237,7 @@ FAULTS = {
     "up takes gate's weights": ("gate_at + FFN * WIDTH + start", "gate_at + start"),
     "a rank's share in another's place": ("(pairs % TOP_K).to(tl.int64)", "(pairs % 1).to(tl.int64)"),
     "the weights of another pair": ("tl.load(shares_ptr + pairs)", "tl.load(shares_ptr + pairs * 0)"),
-    "the same expert twice": ('left = tl.where(hit, float("-inf"), left)', "left = left + 0.0"),
+    "the same expert twice": ("keys = tl.where(keys == best, -0x8000000000000000, keys)", "keys = keys + 0"),
     "tiles of an expert confused": ("(tile - behind + tiles) * TILE_ROWS", "(tile - behind + tiles) * 0"),
     "places of an earlier tile": ("tl.where(tiles < tile, counts, 0)", "tl.where(tiles < 0, counts, 0)"),
     "pairs left out": ("(num_pairs + experts.routing.num_experts * (rows - 1)) // rows", "num_pairs // rows"),
@@ -249,6 +249,22 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
     check(70, TINY, torch.float32, SORTED[16])
     with mutated(triton_experts, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
         check(70, TINY, torch.float32, SORTED[16], module=mutant)
+
+
+PAIR_FAULTS = {
+    "another expert": ("tl.load(ids_ptr + tl.program_id(1))", "tl.load(ids_ptr)"),
+    "unweighted": ("* tl.load(shares_ptr + pair)", "* 1.0"),
+    "up takes gate's weights": ("tl.load(gate_at + FFN * WIDTH, mask", "tl.load(gate_at, mask"),
+}
+
+
+@pytest.mark.parametrize("fault", PAIR_FAULTS)
+def test_a_fault_in_the_products_of_a_single_token_turns_the_comparison_red(
+    fault: str, tmp_path: Path
+) -> None:
+    check(1, TINY, torch.float32)
+    with mutated(triton_experts, *PAIR_FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+        check(1, TINY, torch.float32, module=mutant)
 
 
 def test_a_fault_among_few_pairs_turns_the_comparison_red(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ no weights.
 A pair is a token and one of its experts, number token * TOP_K + rank. Pairs of one expert are computed
 together, so that its weights are read once:
 
-    few pairs    logits, choose          gated, down   a program finds the pairs of its expert among all
-    many pairs   logits, choose, place   gated, down   `place` sorts pairs by expert, and programs take tiles
+    one token    router, choose          gated, down   a program has a pair to itself
+    few pairs    router, choose          gated, down   a program finds the pairs of its expert among all
+    many pairs   router, choose, place   gated, down   `place` sorts pairs by expert, and programs take tiles
 
 Launches depend on shapes alone: no count comes back to the host, so a step can be captured. What a token's
 experts return is one share per rank, which the norm behind sums in that order (`LayerOps.add_rms_norm`): no
@@ -15,19 +16,32 @@ sum depends on the batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.models.model import Experts
 
+Sized = TypeVar("Sized")
+
+
+class RouterTile(NamedTuple):
+    """What one program of the router holds."""
+
+    rows: int
+    shares: int  # parts of the input that logits are computed from
+
+
 ROUTER_DEPTH = 128  # values of the input that a program of the router holds at a time
-ROUTER_SHARES = 8  # parts of the input that few tokens' logits are computed from
-ROUTER_FEW = 64  # tokens
-PLACE_TOKENS = 32  # in a tile that is chosen for and placed by one program
+# by tokens at most; the last is for all larger ones
+ROUTER_TILES = {16: RouterTile(16, 16), 512: RouterTile(16, 8), 1024: RouterTile(64, 2)}
+PLACED = {1024: 8, 2048: 32}  # tokens that a program places, by tokens at most as well
 PLACE_TILES = 16  # whose counts a program reads at a time
 
 
@@ -50,15 +64,23 @@ class ExpertPlan(NamedTuple):
     is_sorted: bool = True
 
 
+class PairTile(NamedTuple):
+    """What one program of a product for a single token holds: whole rows of weights, all at once."""
+
+    values: int  # of each of its matrices
+    warps: int
+
+
+# Measured on an H200 with Qwen3-30B-A3B's shape.
 FEW_PAIRS = 512
-FEW = ExpertPlan(ExpertTile(16, 32, 128, 4, 4), ExpertTile(16, 64, 128, 4, 4), is_sorted=False)
+FEW = ExpertPlan(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 64, 4, 4), is_sorted=False)
 # By pairs per expert at most, on average; the last is for all larger ones.
 SORTED = {
-    16: ExpertPlan(ExpertTile(16, 32, 128, 4, 4), ExpertTile(16, 64, 128, 4, 4)),
-    32: ExpertPlan(ExpertTile(32, 64, 128, 4, 3), ExpertTile(32, 64, 128, 4, 4)),
-    64: ExpertPlan(ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 4, 4)),
-    128: ExpertPlan(ExpertTile(128, 64, 64, 8, 4, False), ExpertTile(128, 128, 64, 8, 4, False)),
+    16: ExpertPlan(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 64, 4, 4)),
+    64: ExpertPlan(ExpertTile(64, 128, 64, 8, 3), ExpertTile(64, 256, 64, 8, 3, False)),
+    128: ExpertPlan(ExpertTile(128, 128, 64, 8, 3), ExpertTile(128, 256, 64, 8, 3, False)),
 }
+GATED_PAIR, DOWN_PAIR = PairTile(8192, 4), PairTile(16384, 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -74,8 +96,12 @@ def router_kernel(
     TILE_ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (i, j): the logits of its tokens, from the SHARE values of the input from j * SHARE on."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     first = tl.program_id(1) * SHARE
     experts = tl.arange(0, PADDED)
@@ -106,9 +132,13 @@ def choose_kernel(
     NUM_SHARES: tl.constexpr,
     NORMALISED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Ids are different experts that exist, whatever the logits are: a step that is padded computes rows of
     arbitrary content."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     inside = (rows < num_rows)[:, None]
     experts = tl.arange(0, PADDED)[None, :]
@@ -118,21 +148,28 @@ def choose_kernel(
         at = logits_ptr + (share * num_rows + rows)[:, None] * NUM + experts
         logits += tl.load(at, mask=inside & (experts < NUM), other=0.0)
     logits = tl.where(logits > -3.0e38, logits, -3.0e38)  # a NaN is not
-    left = tl.where(experts < NUM, logits, float("-inf"))
-    shares = tl.exp(left - tl.max(left, 1)[:, None])
+    # Keys sort as logits do, and of equal logits the first expert is the largest.
+    bits = logits.to(tl.int32, bitcast=True)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (PADDED - 1 - experts).to(tl.int64)
+    keys = tl.where(experts < NUM, keys, -0x8000000000000000)
     ids = tl.zeros([TILE_ROWS, PADDED_K], tl.int32)
-    weights = tl.zeros([TILE_ROWS, PADDED_K], tl.float32)
+    best_logits = tl.full([TILE_ROWS, PADDED_K], float("-inf"), tl.float32)
     taken = tl.zeros([TILE_ROWS, PADDED], tl.int32)
     for rank in tl.static_range(TOP_K):
-        best = tl.max(left, 1)[:, None]
-        id = tl.min(tl.where(left == best, experts, PADDED), 1)[:, None]
-        hit = experts == id
-        weight = tl.sum(tl.where(hit, shares, 0.0), 1)[:, None]
+        best = tl.max(keys, 1)[:, None]
+        bits = (best >> 32).to(tl.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        id = PADDED - 1 - (best & 0xFFFFFFFF).to(tl.int32)
         ids = tl.where(ranks == rank, id, ids)
-        weights = tl.where(ranks == rank, weight, weights)
-        left = tl.where(hit, float("-inf"), left)
-        taken += hit.to(tl.int32)
-    weights /= (tl.sum(weights, 1) if NORMALISED else tl.sum(shares, 1))[:, None]
+        best_logits = tl.where(ranks == rank, bits.to(tl.float32, bitcast=True), best_logits)
+        taken += (keys == best).to(tl.int32)
+        keys = tl.where(keys == best, -0x8000000000000000, keys)
+    largest = tl.max(best_logits, 1)[:, None]
+    weights = tl.exp(best_logits - largest)
+    if NORMALISED:
+        weights /= tl.sum(weights, 1)[:, None]
+    else:
+        weights /= tl.sum(tl.where(experts < NUM, tl.exp(logits - largest), 0.0), 1)[:, None]
     out = rows[:, None] * TOP_K + ranks
     tl.store(ids_ptr + out, ids, mask=inside & (ranks < TOP_K))
     tl.store(weights_ptr + out, weights, mask=inside & (ranks < TOP_K))
@@ -361,7 +398,68 @@ def down_experts_kernel(
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
 
 
-class Choice(NamedTuple):
+@triton.jit
+def gated_pair_kernel(
+    x_ptr,  # [1, WIDTH]
+    weight_ptr,  # [slots, 2 * FFN, WIDTH]: gate's rows, then up's
+    out_ptr,  # [pairs, FFN]
+    slots_ptr,
+    ids_ptr,
+    WIDTH: tl.constexpr,
+    FFN: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program (i, j): its columns of silu(gate) * up of the only token's expert j. The input is that of the
+    router, which has ended when this begins; so only its choice is waited for."""
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    inside = (columns < FFN)[:, None] & (depths < WIDTH)[None, :]
+    x = tl.load(x_ptr + depths, mask=depths < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(slots_ptr + tl.load(ids_ptr + tl.program_id(1))).to(tl.int64)
+    gate_at = weight_ptr + slot * (2 * FFN * WIDTH) + columns[:, None] * WIDTH + depths[None, :]
+    gate_weight = tl.load(gate_at, mask=inside, other=0.0)
+    up_weight = tl.load(gate_at + FFN * WIDTH, mask=inside, other=0.0)
+    gate = tl.sum(gate_weight.to(tl.float32) * x, 1)
+    up = tl.sum(up_weight.to(tl.float32) * x, 1)
+    out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.program_id(1) * FFN + columns, out, mask=columns < FFN)
+
+
+@triton.jit
+def down_pair_kernel(
+    x_ptr,  # [pairs, FFN]: what `gated_pair_kernel` wrote
+    weight_ptr,  # [slots, WIDTH, FFN]
+    shares_ptr,  # float32 [pairs]: the router's weights
+    out_ptr,  # [pairs, WIDTH]
+    slots_ptr,
+    ids_ptr,
+    WIDTH: tl.constexpr,
+    FFN: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program (i, j): its columns of what expert j of the only token returns, weighted. The choice was made
+    when this begins; weights are read while the last inputs are computed."""
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    pair = tl.program_id(1)
+    slot = tl.load(slots_ptr + tl.load(ids_ptr + pair)).to(tl.int64)
+    at = weight_ptr + slot * (WIDTH * FFN) + columns[:, None] * FFN + depths[None, :]
+    weight = tl.load(at, mask=(columns < WIDTH)[:, None] & (depths < FFN)[None, :], other=0.0)
+    if OVERLAP:
+        gdc_wait()
+    x = tl.load(x_ptr + pair * FFN + depths, mask=depths < FFN, other=0.0).to(tl.float32)[None, :]
+    total = tl.sum(weight.to(tl.float32) * x, 1) * tl.load(shares_ptr + pair)
+    tl.store(out_ptr + pair * WIDTH + columns, total.to(out_ptr.dtype.element_ty), mask=columns < WIDTH)
+
+
+class Chosen(NamedTuple):
     """The experts of a step's tokens."""
 
     ids: Tensor  # int32 [T, top_k]
@@ -373,8 +471,7 @@ class Choice(NamedTuple):
 def plan_for(num_pairs: int, num_experts: int) -> ExpertPlan:
     if num_pairs <= FEW_PAIRS:
         return FEW
-    most = next((rows for rows in SORTED if num_pairs <= rows * num_experts), max(SORTED))
-    return SORTED[most]
+    return _of_size(SORTED, triton.cdiv(num_pairs, num_experts))
 
 
 def routed(x: Tensor, experts: Experts, shared: Tensor | None, plan: ExpertPlan | None = None) -> Tensor:
@@ -384,22 +481,23 @@ def routed(x: Tensor, experts: Experts, shared: Tensor | None, plan: ExpertPlan 
     out = x.new_empty(routing.top_k + (shared is not None), num_tokens, hidden)
     if shared is not None:
         out[-1].copy_(shared)
-    if num_tokens:
+    if num_tokens == 1 and plan is None:
+        pair_products(x, experts, choose(x, experts, False), out)
+    elif num_tokens:
         plan = plan or plan_for(num_tokens * routing.top_k, routing.num_experts)
         choice = choose(x, experts, plan.is_sorted)
         down(gated(x, experts, choice, plan), experts, choice, plan, out)
     return out
 
 
-def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Choice:
+def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Chosen:
     (num_tokens, width), routing = x.shape, experts.routing
     num, top_k = routing.num_experts, routing.top_k
-    is_few = num_tokens <= ROUTER_FEW and width % (ROUTER_SHARES * ROUTER_DEPTH) == 0
-    num_shares = ROUTER_SHARES if is_few else 1
-    tile_rows = 16 if num_tokens <= ROUTER_FEW else 64
+    tile, overlaps = _of_size(ROUTER_TILES, num_tokens), _overlaps(x.is_cuda)
+    num_shares = tile.shares if width % (tile.shares * ROUTER_DEPTH) == 0 else 1
     logits = torch.empty(num_shares, num_tokens, num, dtype=torch.float32, device=x.device)
     padded = max(16, triton.next_power_of_2(num))
-    router_kernel[(triton.cdiv(num_tokens, tile_rows), num_shares)](
+    router_kernel[(triton.cdiv(num_tokens, tile.rows), num_shares)](
         x,
         experts.router,
         logits,
@@ -408,13 +506,15 @@ def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Choice:
         NUM=num,
         PADDED=padded,
         SHARE=width // num_shares,
-        TILE_ROWS=tile_rows,
+        TILE_ROWS=tile.rows,
         DEPTH=ROUTER_DEPTH,
         PRECISION=_precision(x),
+        OVERLAP=overlaps,
         num_warps=4,
         num_stages=3,
+        launch_pdl=overlaps,
     )
-    tokens = PLACE_TOKENS if is_sorted else 1
+    tokens = _of_size(PLACED, num_tokens) if is_sorted else 1
     tiles = triton.cdiv(num_tokens, tokens)
     ids, counts, order, bounds = (
         torch.empty(shape, dtype=torch.int32, device=x.device)
@@ -434,7 +534,9 @@ def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Choice:
         NUM_SHARES=num_shares,
         NORMALISED=routing.normalised,
         TILE_ROWS=tokens,
+        OVERLAP=overlaps,
         num_warps=4 if is_sorted else 1,
+        launch_pdl=overlaps,
     )
     if is_sorted:
         place_kernel[(tiles,)](
@@ -450,10 +552,39 @@ def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Choice:
             AT_ONCE=PLACE_TILES,
             num_warps=4,
         )
-    return Choice(ids, weights, order, bounds)
+    return Chosen(ids, weights, order, bounds)
 
 
-def gated(x: Tensor, experts: Experts, choice: Choice, plan: ExpertPlan) -> Tensor:
+def pair_products(
+    x: Tensor,
+    experts: Experts,
+    choice: Chosen,
+    out: Tensor,
+    gated_tile: PairTile = GATED_PAIR,
+    down_tile: PairTile = DOWN_PAIR,
+) -> None:
+    """Of a single token. The first shares of `out` are written."""
+    width, ffn, top_k = x.shape[1], experts.routing.ffn, experts.routing.top_k
+    inner, ids, overlaps = x.new_empty(top_k, ffn), choice.ids, _overlaps(x.is_cuda)
+    launch = _pair_launch(gated_tile, width, ffn, overlaps)
+    gated_pair_kernel[(triton.cdiv(ffn, launch["TILE_COLUMNS"]), top_k)](
+        x, experts.gate_up, inner, experts.slots, ids, WIDTH=width, FFN=ffn, **launch
+    )
+    launch = _pair_launch(down_tile, ffn, width, overlaps)
+    down_pair_kernel[(triton.cdiv(width, launch["TILE_COLUMNS"]), top_k)](
+        inner, experts.down, choice.weights, out, experts.slots, ids, WIDTH=width, FFN=ffn, **launch
+    )
+
+
+def _pair_launch(tile: PairTile, depth: int, columns: int, overlaps: bool) -> dict[str, int]:
+    """How a product of a single token is launched, by the width of its input and of its output."""
+    padded = triton.next_power_of_2(depth)
+    most = min(max(1, tile.values // padded), triton.next_power_of_2(columns))
+    tiles = {"TILE_COLUMNS": most, "DEPTH": padded, "OVERLAP": overlaps}
+    return {**tiles, "num_warps": tile.warps, "launch_pdl": overlaps}
+
+
+def gated(x: Tensor, experts: Experts, choice: Chosen, plan: ExpertPlan) -> Tensor:
     """silu(gate) * up of every pair: [pairs, ffn], by expert where pairs are sorted."""
     width, ffn, num_pairs = x.shape[1], experts.routing.ffn, choice.ids.numel()
     out = x.new_empty(num_pairs, ffn)
@@ -472,7 +603,7 @@ def gated(x: Tensor, experts: Experts, choice: Choice, plan: ExpertPlan) -> Tens
     return out
 
 
-def down(x: Tensor, experts: Experts, choice: Choice, plan: ExpertPlan, out: Tensor) -> None:
+def down(x: Tensor, experts: Experts, choice: Chosen, plan: ExpertPlan, out: Tensor) -> None:
     """`x`: from `gated`. The first shares of `out` are written."""
     ffn, (num_tokens, width) = experts.routing.ffn, out.shape[1:]
     tile = _fitting(plan.down, ffn, width, x)
@@ -491,7 +622,7 @@ def down(x: Tensor, experts: Experts, choice: Choice, plan: ExpertPlan, out: Ten
     )
 
 
-def _num_tiles(choice: Choice, experts: Experts, plan: ExpertPlan) -> int:
+def _num_tiles(choice: Chosen, experts: Experts, plan: ExpertPlan) -> int:
     """At most, over all ways to route."""
     num_pairs, rows = choice.ids.numel(), plan.gated.rows
     if not plan.is_sorted:
@@ -500,7 +631,7 @@ def _num_tiles(choice: Choice, experts: Experts, plan: ExpertPlan) -> int:
 
 
 def _launch(
-    x: Tensor, width: int, experts: Experts, choice: Choice, plan: ExpertPlan, tile: ExpertTile
+    x: Tensor, width: int, experts: Experts, choice: Chosen, plan: ExpertPlan, tile: ExpertTile
 ) -> dict[str, int | bool | str]:
     return {
         "WIDTH": width,
@@ -523,6 +654,17 @@ def _fitting(tile: ExpertTile, width: int, out_width: int, x: Tensor) -> ExpertT
     """Smaller for matrices that are, and for wider numbers."""
     depth = min(tile.depth * 2 // x.element_size(), max(16, triton.next_power_of_2(width)))
     return tile._replace(depth=depth, columns=min(tile.columns, max(16, triton.next_power_of_2(out_width))))
+
+
+def _of_size(by_most: Mapping[int, Sized], num: int) -> Sized:
+    """The entry of the first size that is at least `num`, or the last."""
+    return next((found for most, found in by_most.items() if num <= most), by_most[max(by_most)])
+
+
+@functools.cache
+def _overlaps(is_cuda: bool) -> bool:
+    """Whether a kernel may begin before the one that it depends on has ended (Hopper and later)."""
+    return is_cuda and triton.runtime.driver.active.get_current_target().arch >= 90
 
 
 def _precision(x: Tensor) -> str:

@@ -88,7 +88,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"architectures": ["Mamba"]}, "Mamba is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+    (
+        {"architectures": ["Mamba"]},
+        "Mamba is not supported.*LlamaForCausalLM, MistralForCausalLM, Mixtral.*Qwen2",
+    ),
     ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
     ({"architectures": None}, "does not name its architecture"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
