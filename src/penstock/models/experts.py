@@ -37,8 +37,9 @@ class RoutedLayer(DecoderLayer):
         assert config.routing is not None
         own, device = dict(weights), weights["ffn_norm"].device
         slots = torch.arange(config.routing.num_experts, dtype=torch.int32, device=device)
-        stacks = [own.pop(name) for name in ("router", "experts_gate_up", "experts_down")]
-        return super().make(index, config, {**own, "experts": Experts(*stacks, slots, config.routing)}, ops)
+        router, gate_up, down = (own.pop(name) for name in ("router", "experts_gate_up", "experts_down"))
+        experts = Experts(router, gate_up, down, slots, config.routing)
+        return super().make(index, config, {**own, "experts": experts}, ops)
 
     def mlp(self, x: Tensor, lora: LoraRuns | None) -> Tensor:
         shared = None
