@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call,no-any-return"
 """Routed experts on a GPU beside what the machine allows: single kernels with the tiles that they might have,
 then steps of a whole engine with random weights.
 
@@ -46,6 +47,7 @@ PROMPT, WRITTEN = 128, 48  # tokens of requests that decode
 PREFILL = 8192
 NUM_LAYERS = 4  # of the kernels' weights
 Row = dict[str, Any]
+Weights = tuple[Tensor, Tensor, Tensor]  # router, gate and up, down
 
 _FEW_TILES = {
     "gated": ((32, 128, 2, 4), (32, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4)),
@@ -73,17 +75,18 @@ def variants(num_tokens: int, kernel: str) -> Iterator[ExpertPlan]:
         tiles = _FEW_TILES[kernel] if rows < 64 else _MANY_TILES[kernel]
         for columns, depth, warps, stages in tiles:
             for left in (True, False) if rows >= 64 else (True,):
-                yield plan._replace(**{kernel: ExpertTile(rows, columns, depth, warps, stages, left)})
+                tile = ExpertTile(rows, columns, depth, warps, stages, left)
+                yield plan._replace(gated=tile) if kernel == "gated" else plan._replace(down=tile)
 
 
 class Rig:
     """Weights of some layers, input for each, and the clock."""
 
-    def __init__(self, num_tokens: int, weights: list[tuple[Tensor, ...]]) -> None:
+    def __init__(self, num_tokens: int, weights: list[Weights]) -> None:
         routing = CONFIG.routing
         assert routing is not None
         slots = torch.arange(routing.num_experts, dtype=torch.int32, device="cuda")
-        self.layers = [Experts(*own, slots, routing) for own in weights]
+        self.layers = [Experts(router, up, down, slots, routing) for router, up, down in weights]
         self.inputs = [torch.randn(num_tokens, CONFIG.hidden, device="cuda").bfloat16() for _ in weights]
         self.expert_bytes = 2 * CONFIG.hidden * routing.ffn * 2  # of gate and up, or of down twice
 
@@ -110,16 +113,16 @@ class Rig:
         return median(times[2:])
 
 
-def made_weights() -> list[tuple[Tensor, ...]]:
+def made_weights() -> list[Weights]:
     assert CONFIG.routing is not None
     num, ffn, hidden = CONFIG.routing.num_experts, CONFIG.routing.ffn, CONFIG.hidden
-    shapes = ((num, hidden), (num, 2 * ffn, hidden), (num, hidden, ffn))
+
+    def some(*shape: int) -> Tensor:
+        made = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        return made.normal_(0.0, shape[-1] ** -0.5)
+
     return [
-        tuple(
-            torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0.0, shape[-1] ** -0.5)
-            for shape in shapes
-        )
-        for _ in range(NUM_LAYERS)
+        (some(num, hidden), some(num, 2 * ffn, hidden), some(num, hidden, ffn)) for _ in range(NUM_LAYERS)
     ]
 
 
@@ -166,7 +169,7 @@ def alone(rig: Rig) -> Iterator[Row]:
     yield row("layer", "pairs", GATED_PAIR, DOWN_PAIR, True)
     us = rig.us(lambda i: triton_experts.routed(rig.inputs[i], rig.layers[i], None, FEW))
     yield {"tokens": 1, "kernel": "layer", "kept": False, "how": "few", "tile": "", "us": us}
-    triton_experts._overlaps = lambda _: False
+    triton_experts._overlaps = lambda _: False  # type: ignore[assignment]
     yield row("layer", "one by one", GATED_PAIR, DOWN_PAIR)
     triton_experts._overlaps = overlaps
     for values, warps in _PAIR_TILES["gated"]:
@@ -190,7 +193,7 @@ def timed(rig: Rig, kernel: str, plan: ExpertPlan) -> Row:
         out = rig.inputs[0].new_empty(routing.top_k, *rig.inputs[0].shape)
         us = rig.us(lambda i: triton_experts.down(inner[i], layers[i], choices[i], plan, out))
         num_bytes, tile = rig.expert_bytes // 2, plan.down
-    hit = sum(len(choice.ids.unique()) for choice in choices) / NUM_LAYERS
+    hit: float = sum(choice.ids.unique().numel() for choice in choices) / NUM_LAYERS
     reading_us = hit * num_bytes / READ_GB_S / 1e3
     computing_us = pairs * num_bytes / 790e6  # two operations for each weight, which takes two bytes
     how = f"{'sorted' if plan.is_sorted else 'few'} {tile.rows} rows"
@@ -227,7 +230,7 @@ class Seen:
         """Of a layer, on average, in the last step of this many tokens."""
         torch.cuda.synchronize()
         ran = [ids for ids in self._ids[batch] if bool((ids >= 0).all()) and bool((ids < 4096).all())]
-        return sum(len(ids.unique()) for ids in ran) / max(1, len(ran))
+        return sum(ids.unique().numel() for ids in ran) / max(1, len(ran))
 
 
 def engine(args: argparse.Namespace) -> list[Row]:

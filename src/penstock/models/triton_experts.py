@@ -491,20 +491,57 @@ def routed(x: Tensor, experts: Experts, shared: Tensor | None, plan: ExpertPlan 
 
 
 def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Chosen:
-    (num_tokens, width), routing = x.shape, experts.routing
+    routing, num_tokens, overlaps = experts.routing, len(x), _overlaps(x.is_cuda)
     num, top_k = routing.num_experts, routing.top_k
-    tile, overlaps = _of_size(ROUTER_TILES, num_tokens), _overlaps(x.is_cuda)
+    sizes = {"NUM": num, "PADDED": max(16, triton.next_power_of_2(num))}
+    logits = _logits(x, experts.router, sizes, overlaps)
+    tokens = _of_size(PLACED, num_tokens) if is_sorted else 1
+    tiles = triton.cdiv(num_tokens, tokens)
+    ids, counts, order, bounds = (
+        torch.empty(shape, dtype=torch.int32, device=x.device)
+        for shape in (
+            (num_tokens, top_k),
+            (tiles, sizes["PADDED"]),
+            num_tokens * top_k * is_sorted,
+            (2, sizes["PADDED"]),
+        )
+    )
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
+    choose_kernel[(tiles,)](
+        logits,
+        ids,
+        weights,
+        counts,
+        num_tokens,
+        **sizes,
+        TOP_K=top_k,
+        PADDED_K=triton.next_power_of_2(top_k),
+        NUM_SHARES=len(logits),
+        NORMALISED=routing.normalised,
+        TILE_ROWS=tokens,
+        OVERLAP=overlaps,
+        num_warps=4 if is_sorted else 1,
+        launch_pdl=overlaps,
+    )
+    if is_sorted:
+        place = {"PADDED": sizes["PADDED"], "TOP_K": top_k, "TILE_ROWS": tokens, "AT_ONCE": PLACE_TILES}
+        place_kernel[(tiles,)](ids, counts, order, bounds, num_tokens, tiles, **place, num_warps=4)
+    return Chosen(ids, weights, order, bounds)
+
+
+def _logits(x: Tensor, router: Tensor, sizes: Mapping[str, int], overlaps: bool) -> Tensor:
+    """float32 [shares, T, experts]."""
+    num_tokens, width = x.shape
+    tile = _of_size(ROUTER_TILES, num_tokens)
     num_shares = tile.shares if width % (tile.shares * ROUTER_DEPTH) == 0 else 1
-    logits = torch.empty(num_shares, num_tokens, num, dtype=torch.float32, device=x.device)
-    padded = max(16, triton.next_power_of_2(num))
+    out = torch.empty(num_shares, num_tokens, len(router), dtype=torch.float32, device=x.device)
     router_kernel[(triton.cdiv(num_tokens, tile.rows), num_shares)](
         x,
-        experts.router,
-        logits,
+        router,
+        out,
         num_tokens,
+        **sizes,
         WIDTH=width,
-        NUM=num,
-        PADDED=padded,
         SHARE=width // num_shares,
         TILE_ROWS=tile.rows,
         DEPTH=ROUTER_DEPTH,
@@ -514,45 +551,7 @@ def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Chosen:
         num_stages=3,
         launch_pdl=overlaps,
     )
-    tokens = _of_size(PLACED, num_tokens) if is_sorted else 1
-    tiles = triton.cdiv(num_tokens, tokens)
-    ids, counts, order, bounds = (
-        torch.empty(shape, dtype=torch.int32, device=x.device)
-        for shape in ((num_tokens, top_k), (tiles, padded), num_tokens * top_k * is_sorted, (2, padded))
-    )
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
-    choose_kernel[(tiles,)](
-        logits,
-        ids,
-        weights,
-        counts,
-        num_tokens,
-        NUM=num,
-        PADDED=padded,
-        TOP_K=top_k,
-        PADDED_K=triton.next_power_of_2(top_k),
-        NUM_SHARES=num_shares,
-        NORMALISED=routing.normalised,
-        TILE_ROWS=tokens,
-        OVERLAP=overlaps,
-        num_warps=4 if is_sorted else 1,
-        launch_pdl=overlaps,
-    )
-    if is_sorted:
-        place_kernel[(tiles,)](
-            ids,
-            counts,
-            order,
-            bounds,
-            num_tokens,
-            tiles,
-            PADDED=padded,
-            TOP_K=top_k,
-            TILE_ROWS=tokens,
-            AT_ONCE=PLACE_TILES,
-            num_warps=4,
-        )
-    return Chosen(ids, weights, order, bounds)
+    return out
 
 
 def pair_products(
