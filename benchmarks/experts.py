@@ -226,10 +226,10 @@ class Seen:
             ids.fill_(-1)
         torch.cuda.synchronize()
 
-    def experts_hit(self, batch: int) -> float:
+    def experts_hit(self, batch: int, num_experts: int) -> float:
         """Of a layer, on average, in the last step of this many tokens."""
         torch.cuda.synchronize()
-        ran = [ids for ids in self._ids[batch] if bool((ids >= 0).all()) and bool((ids < 4096).all())]
+        ran = [ids for ids in self._ids[batch] if 0 <= int(ids.min()) and int(ids.max()) < num_experts]
         return sum(ids.unique().numel() for ids in ran) / max(1, len(ran))
 
 
@@ -256,7 +256,8 @@ def engine(args: argparse.Namespace) -> list[Row]:
 
 def decode(driver: Driver, seen: Seen, dims: ModelConfig, batch: int) -> Row:
     """The median step in which every request gets a token, the second time."""
-    times: list[float] = []
+    times, routing = list[float](), dims.routing
+    assert routing is not None
     for run in range(2):
         for prompt in driver.prompts(batch, PROMPT, 1, batch, run):
             driver.submit(prompt, WRITTEN + 2 * batch)
@@ -271,7 +272,7 @@ def decode(driver: Driver, seen: Seen, dims: ModelConfig, batch: int) -> Row:
         seen.clear(batch)
         for _ in range(4):
             driver.turn()
-        hit = seen.experts_hit(batch)
+        hit = seen.experts_hit(batch, routing.num_experts)
         driver.run_all()
     limit_ms = step_bytes(dims, batch, hit) / READ_GB_S / 1e6
     row = {"what": f"decode, batch {batch}", "ms": median(times) * 1e3, "limit_ms": limit_ms, "hit": hit}

@@ -73,14 +73,14 @@ class PairTile(NamedTuple):
 
 # Measured on an H200 with Qwen3-30B-A3B's shape.
 FEW_PAIRS = 512
-FEW = ExpertPlan(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 64, 4, 4), is_sorted=False)
+FEW = ExpertPlan(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 256, 64, 4, 3), is_sorted=False)
 # By pairs per expert at most, on average; the last is for all larger ones.
 SORTED = {
-    16: ExpertPlan(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 64, 4, 4)),
+    16: ExpertPlan(ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 128, 4, 3)),
     64: ExpertPlan(ExpertTile(64, 128, 64, 8, 3), ExpertTile(64, 256, 64, 8, 3, False)),
     128: ExpertPlan(ExpertTile(128, 128, 64, 8, 3), ExpertTile(128, 256, 64, 8, 3, False)),
 }
-GATED_PAIR, DOWN_PAIR = PairTile(8192, 4), PairTile(16384, 4)
+GATED_PAIR, DOWN_PAIR = PairTile(8192, 4), PairTile(4096, 4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
