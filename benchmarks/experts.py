@@ -229,7 +229,7 @@ class Seen:
     def experts_hit(self, batch: int, num_experts: int) -> float:
         """Of a layer, on average, in the last step of this many tokens."""
         torch.cuda.synchronize()
-        ran = [ids for ids in self._ids[batch] if 0 <= int(ids.min()) and int(ids.max()) < num_experts]
+        ran = [ids for ids in self._ids[batch] if int(ids.min()) >= 0 and int(ids.max()) < num_experts]
         return sum(ids.unique().numel() for ids in ran) / max(1, len(ran))
 
 
