@@ -16,9 +16,8 @@ from penstock.models.decoder import Decoder
 from penstock.models.experts import RoutedLayer
 from penstock.models.forms import Matrix
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
-from penstock.models.loader import inspect_model, load_model
+from penstock.models.loader import inspect_model
 from penstock.models.model import Experts, ModelConfig, Routing
-from penstock.models.progress import silent
 from penstock.models.qwen3_moe import QWEN3_30B_A3B
 from penstock.models.registry import layout, parse_config
 from penstock.models.weights import weights_digest
@@ -31,6 +30,7 @@ from penstock.testing.tiny_models import (
     write_tiny_model,
 )
 from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.loading import load_on_cpu
 from tests.support.tiny_gguf import write_tiny_gguf
 
 IDS = torch.randint(3, 512, (60,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -43,8 +43,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def load(path: Path, weights: WeightsName = "auto", dtype: torch.dtype = torch.float32) -> Decoder:
-    source = ModelSource(str(path), weights=weights)
-    return load_model(source, torch.device("cpu"), dtype, TorchLayerOps(), silent).model
+    return load_on_cpu(ModelSource(str(path), weights=weights), dtype).model
 
 
 def logits(model: Decoder) -> Tensor:
