@@ -334,7 +334,7 @@ def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) ->
         for pin in transfer.pins:
             pin.end()
         assert isinstance(transfer, Save)
-        transfer.pins, transfer.moves, self._num_moving = [], False, 0
+        transfer.pins, transfer.moves = [], False
 
     monkeypatch.setattr(Saves, "_save_slots", faulty)
 

@@ -83,7 +83,6 @@ class BlockLoad(Reads):
         self.awaited: dict[bytes, tuple[int, StoreGroup]] = {}
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
-        self._num_ready = 0
         self.is_short = False  # the hold knows that the load ended short
 
     # ------------------------------------------------------------------------------------------ contract.Load
@@ -132,11 +131,8 @@ class BlockLoad(Reads):
     @property
     def num_ready(self) -> int:
         """Leading blocks that are in host memory."""
-        absent = np.flatnonzero(self.sources[self._num_ready : self.limit] == ABSENT)
-        self._num_ready = (
-            self._num_ready + int(absent[0]) if absent.size else max(self._num_ready, self.limit)
-        )
-        return self._num_ready
+        absent = np.flatnonzero(self.sources[self.num_sent : self.limit] == ABSENT)
+        return self.num_sent + int(absent[0]) if absent.size else self.limit
 
     def covers(self, number: int, key: bytes) -> bool:
         """Whether it loads block `number` of a prefix, with that `key`."""
@@ -403,10 +399,7 @@ class Loads:
         load.room = self._host.take(
             keys, [load.first + block for block, _ in absent], load.label, Displaces.ANYTHING
         )
-        num = next(
-            (i for i, (key, taken) in enumerate(zip(keys, load.room.keys, strict=False)) if key != taken),
-            len(load.room.keys),
-        )
+        num = sum(i == place for i, place in enumerate(load.room.places))  # without a gap
         if num < len(absent):  # no free slot, or another request is reading the same block
             load.cut(absent[num][0])
         self.reader.queue(load, absent[:num])
@@ -459,21 +452,15 @@ class Loads:
 
     def _advance(self, load: BlockLoad) -> None:
         self.reader.read_up(load)
-        if any(copy.settled and copy.error() is not None for copy in load.copies):
+        if load.ended or any(copy.settled and copy.error() is not None for copy in load.copies):
             load.cut(load.num_sent)
         num_ready = load.num_ready
-        if num_ready > load.num_sent and (
-            num_ready - load.num_sent >= self._part_blocks or num_ready == load.limit
-        ):
+        num_new = num_ready - load.num_sent
+        if num_new and (num_new >= self._part_blocks or num_ready == load.limit):
             try:
-                if load.ended:
-                    load.cut(load.num_sent)
-                else:
-                    self._send(load, num_ready, self._whole)
+                self._send(load, num_ready, self._whole)
             except LaneClosed:
                 load.cut(load.num_sent)
-        elif load.ended:
-            load.cut(load.num_sent)
         # the slots after the limit are computed, once their earlier uses are over
         if load.settled and load.limit < load.num_blocks and not load.is_short:
             load.is_short = True

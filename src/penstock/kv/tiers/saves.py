@@ -174,7 +174,6 @@ class Saves:
         self._writeback = writeback
         self._offers: list[Offer] = []
         self._due: list[Offer] = []  # offers that a request waits for; they may evict anything
-        self._num_moving = 0  # device blocks being moved to host memory to make room
 
     def pins(self) -> set[Pin]:
         """Pins on device slots for saves in flight or about to start."""
@@ -274,7 +273,6 @@ class Saves:
                 (*self._pool.last_use.after(pin.run), *after),
             )
             self._send(Save(self._host, [offer], self.layout.num_layers, moves=moves))
-            self._num_moving += len(pin.run) if moves else 0
 
     # ------------------------------------------------------------------------------------- room on the device
 
@@ -292,7 +290,7 @@ class Saves:
         num_evicted = min(num_blocks, pool.num_available) - pool.num_free
         if num_evicted <= 0 or self.mover.is_late():
             return True
-        if self._num_moving:
+        if any(isinstance(save, Save) and save.moves for save in self.mover.flying):
             return False  # the slots that it frees come first
         alone = self._alone(num_evicted)
         if alone and num_more:
@@ -356,4 +354,3 @@ class Saves:
             # forever.
             if save.moves:
                 self._pool.evict_these(pin.run)
-        self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
