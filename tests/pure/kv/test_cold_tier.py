@@ -12,7 +12,7 @@ import pytest
 
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded, StoreFailed
-from penstock.kv.tiers.calls import KnownKeys
+from penstock.kv.tiers.calls import KnownKeys, Way
 from penstock.kv.tiers.cold import Finding, StoreLanes
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
@@ -103,7 +103,7 @@ def test_groups_are_in_flight_until_they_are_over_each_on_the_next_lane(make: Ma
     reading, _ = rig.submit_read(KEYS[:6])
     rig.store.gate.wait_came(2)
     assert not any(group.over() for group in reading) and len(rig.tier.readings) == 3
-    assert rig.tier.queued_read_bytes == 6 * BLOCK_BYTES
+    assert rig.tier.counts.queued_bytes[Way.READ] == 6 * BLOCK_BYTES
     rig.tier.wake = woken = Woken()
     rig.store.gate.let(1)
     woken.wait_for(1)  # one of the two, whichever it is
@@ -114,7 +114,7 @@ def test_groups_are_in_flight_until_they_are_over_each_on_the_next_lane(make: Ma
     rig.store.gate.let()
     rig.settle()
     assert are_over(reading) and [group.take_outcomes() for group in reading] == [[DONE, DONE]] * 3
-    assert len(rig.tier.readings) == 0 and rig.tier.queued_read_bytes == 0
+    assert len(rig.tier.readings) == 0 and rig.tier.counts.queued_bytes[Way.READ] == 0
 
 
 def test_whoever_waits_for_a_reading_waits_until_it_is_over(make: Make) -> None:

@@ -20,7 +20,7 @@ def test_the_rate_is_of_wall_time_not_of_the_sum_of_parallel_reads(make: Make) -
     rig.clock.advance(2.0)
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.rate.bytes_per_s == 4 * BLOCK_BYTES / 2.0
+    assert rig.tier.counts.rate.bytes_per_s == 4 * BLOCK_BYTES / 2.0
 
 
 def test_of_reading_without_a_pause_a_part_is_measured_and_no_short_rest() -> None:
@@ -40,17 +40,17 @@ def test_of_reading_without_a_pause_a_part_is_measured_and_no_short_rest() -> No
 def test_a_rate_that_is_stale_is_hoped_for_by_one_reading(make: Make) -> None:
     rig = make()
     rig.write(KEYS[:1])
-    rig.tier.rate.add(BLOCK_BYTES, 4.0)
+    rig.tier.counts.rate.add(BLOCK_BYTES, 4.0)
     rig.clock.advance(STALE_S + 1)
-    assert rig.tier.rate.seconds(BLOCK_BYTES) == 1.0
+    assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 1.0
     rig.store.gate.hold("read")
     rig.submit_read(KEYS[:1])
-    assert rig.tier.rate.seconds(BLOCK_BYTES) == 4.0
+    assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 4.0
     rig.store.gate.wait_came()
     rig.clock.advance(2.0)
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.rate.seconds(BLOCK_BYTES) == 2.0
+    assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 2.0
 
 
 def test_what_brought_nothing_has_no_time(make: Make) -> None:

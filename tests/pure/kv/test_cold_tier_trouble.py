@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
-from penstock.kv.tiers.calls import Breaker, BreakerState
+from penstock.kv.tiers.calls import Breaker, BreakerState, Way
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.store import Outcome
 from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
@@ -43,7 +43,9 @@ def test_whatever_a_store_raises_fails_its_group_and_fences_the_tier_off(
     assert rig.read(KEYS[:4]) == [FAILED] * 4
     assert rig.store.calls.count("read") == 1, "what was queued behind it did not try"
     assert rig.tier.counts.failures == {reason: 1, "broken": 1} and rig.tier.calls.breaker.num_openings == 1
-    assert not rig.tier.usable and rig.tier.queued_read_bytes == 0 and rig.tier.counts.num_read == 0
+    assert (
+        not rig.tier.usable and rig.tier.counts.queued_bytes[Way.READ] == 0 and rig.tier.counts.num_read == 0
+    )
 
 
 def test_while_it_is_fenced_off_nothing_is_asked_read_or_written(make: Make) -> None:
@@ -281,7 +283,7 @@ def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
     rig.store.gate.wait_came(2)
     rig.clock.advance(6.0)
     assert rig.tier.usable and not are_over(queued)
-    assert rig.tier.queued_read_bytes == BLOCK_BYTES
+    assert rig.tier.counts.queued_bytes[Way.READ] == BLOCK_BYTES
 
 
 # -------------------------------------------------------------------------------------------------------- end
@@ -328,7 +330,7 @@ def test_what_comes_after_the_end_fails_and_nothing_more(make: Make) -> None:
     assert rig.submit_write(KEYS[:1]) is None and rig.tier.find(KEYS[:1], 1.0).ready
     persisting = rig.tier.persist()
     assert rig.tier.settle() == [persisting] and persisting.error is not None
-    assert rig.tier.queued_read_bytes == 0
+    assert rig.tier.counts.queued_bytes[Way.READ] == 0
 
 
 def test_a_lane_that_refuses_half_way_leaves_nothing_in_flight_unseen(make: Make) -> None:
@@ -601,4 +603,4 @@ def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Excepti
     assert rig.tier.usable
     rig.store.on_call = lambda call: rig.clock.advance(1.0)
     assert rig.read(KEYS[:2]) == [DONE] * 2
-    assert rig.tier.rate.seconds(2 * BLOCK_BYTES) == pytest.approx(1.0)
+    assert rig.tier.counts.rate.seconds(2 * BLOCK_BYTES) == pytest.approx(1.0)

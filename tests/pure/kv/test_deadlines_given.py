@@ -110,7 +110,7 @@ def test_a_fetch_is_due_like_a_load_and_asks_with_the_patience_of_all(clock: Han
     assert fetch is not None and fetch.deadline_s == NOW_S + FAR_S
     (part,) = fetch.asked
     assert part.finding.deadline_s == rig.clock() + ASK_PATIENCE_S
-    rig.tiers["remote"].rate.bytes_per_s = 1e9
+    rig.tiers["remote"].counts.rate.bytes_per_s = 1e9
     rig.run("ask remote")
     assert fetch.num_blocks == 2
     rig.flow()

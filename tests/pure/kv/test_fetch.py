@@ -156,9 +156,9 @@ def test_it_is_not_begun_where_computing_is_faster() -> None:
     rig = from_ssd()
     rig.set_limits(dataclasses.replace(rig.saves.limits, load_always=False))
     rig.loads.costs.prefill.add(1000, 0.0, 0.001)
-    rig.tiers["ssd"].rate.bytes_per_s = 1.0
+    rig.tiers["ssd"].counts.rate.bytes_per_s = 1.0
     assert rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None and rig.host.pool.counts.reserved == 0
-    rig.tiers["ssd"].rate.bytes_per_s = 1e12
+    rig.tiers["ssd"].counts.rate.bytes_per_s = 1e12
     assert fetching(rig).num_blocks == EIGHT
     rig.flow()
     rig.end()
@@ -324,7 +324,7 @@ def test_few_groups_are_read_ahead_before_the_tier_was_measured() -> None:
 def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
     rig = from_ssd()
     tier = rig.tiers["ssd"]
-    tier.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * reads_module._FETCH_AHEAD_S)
+    tier.counts.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * reads_module._FETCH_AHEAD_S)
     fetch = fetching(rig)
     assert len(fetch.staged) == 2, "one is less than that, two are more"
     rig.flow()

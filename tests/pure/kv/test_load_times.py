@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.kv.tiers.calls import Way
 from penstock.kv.tiers.host import HostLease
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYOUT, Rig, leased
@@ -52,11 +53,11 @@ def test_what_others_are_reading_already_counts_in_the_time_of_a_load() -> None:
         rig.remembered(FOUR, name, ["ssd"])
     measured(rig)
     tier = rig.tiers["ssd"]
-    tier.rate.bytes_per_s = FOUR * LAYOUT.block_bytes / LOAD_S
+    tier.counts.rate.bytes_per_s = FOUR * LAYOUT.block_bytes / LOAD_S
     lease = rig.cache.lease("second", rig.prefix(FOUR, "b"))
     assert lease is not None and rig.loads.worth(lease, 0) == FOUR
     table, _ = rig.load(FOUR, "a")
-    assert tier.queued_read_bytes > 0 and rig.loads.worth(lease, 0) == 0
+    assert tier.counts.queued_bytes[Way.READ] > 0 and rig.loads.worth(lease, 0) == 0
     lease.end()
     rig.flow()
     rig.end(table)
