@@ -10,7 +10,6 @@ from penstock.errors import InvariantBroken, LaneClosed, Leaked
 from penstock.kv.blocks.key import Scope
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad
 from tests.pure.kv.storage_rig import BLOCK, LAYERS, Rig
 
@@ -103,27 +102,6 @@ def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
     rig.end()
 
 
-def test_what_is_forgotten_is_neither_on_the_device_nor_in_host_memory() -> None:
-    rig = Cached()
-    rig.run("request").release(None)
-    rig.finish()
-    assert rig.cache.forget(rig.prefix().keys[1:]) == 2
-    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.pool.num_keys) == (1, 1)
-    assert rig.cache.forget(rig.prefix().keys) == 2 and rig.cache.forget(rig.prefix().keys) == 0
-    assert (rig.pool.counts.free, rig.host.pool.counts.free) == (rig.pool.num_slots, rig.host.num_slots)
-    rig.end()
-
-
-def test_what_a_table_holds_is_not_forgotten_in_any_tier() -> None:
-    rig = Cached()
-    table = rig.run("request")
-    rig.finish()
-    assert rig.cache.forget(rig.prefix().keys) == 0
-    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.pool.num_keys) == (2, 2)
-    table.release(None)
-    rig.end()
-
-
 def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_end() -> None:
     rig = Cached()
     rig.remembered()
@@ -168,25 +146,6 @@ def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_i
     assert rig.content() == BLOCKS and table.num_keyed == 2 and rig.cache.stats().promoted_total == 2
     assert rig.cache.match(rig.prefix().keys) == Match(2, 0, False, 0)
     table.release(None)
-    rig.end()
-
-
-def test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone() -> None:
-    rig = Cached()
-    rig.remembered()
-    table, promotion = rig.loading()
-    lease = rig.cache.lease("second", rig.prefix())
-    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
-    table.release(None)
-    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
-    assert rig.cache.num_settling == 2
-    promotion.deadline_s = 0.0
-    assert not rig.cache.match(rig.prefix().keys, lease).pending, "it is late: nobody waits for it"
-    assert rig.cache.num_settling == 0
-    rig.finish()
-    assert rig.content() == BLOCKS, "what came all the same is there for others"
-    assert lease is not None
-    lease.end()
     rig.end()
 
 
@@ -255,31 +214,6 @@ def test_nothing_is_sealed_behind_blocks_that_have_not_come() -> None:
     rig.end()
 
 
-def test_a_promotion_without_room_or_tier_is_refused() -> None:
-    rig = Cached(num_device=3)
-    rig.remembered()
-    table = rig.cache.open("request", rig.prefix(), 0)
-    lease = rig.cache.lease("request", rig.prefix())
-    assert lease is not None and rig.cache.open("greedy", None, 0).try_extend(2)
-    with pytest.raises(InvariantBroken, match="without room"):
-        table.promote(lease, 2, 1)
-    assert lease.num_from(0) == 2
-    alone = KvCache(Rig().pool, SCOPE)
-    with pytest.raises(InvariantBroken, match="nowhere to move to"):
-        alone.open("request", None, 0).promote(lease, 2, 1)
-    lease.end()
-
-
-def test_retracting_while_blocks_are_on_their_way_saves_nothing_of_them() -> None:
-    rig = Cached()
-    rig.remembered()
-    table, _ = rig.loading()
-    assert table.retract(8, None) is None
-    rig.finish()
-    assert rig.content() == BLOCKS
-    rig.end()
-
-
 def test_a_full_match_is_retracted_to_its_end() -> None:
     """Its last token is to be computed once more, and is there: nobody may take its block for half empty."""
     rig = Cached()
@@ -294,51 +228,6 @@ def test_a_full_match_is_retracted_to_its_end() -> None:
     rig.end()
 
 
-def test_a_half_saved_block_comes_back_without_a_key() -> None:
-    rig = Cached()
-    table = rig.cache.open("request", rig.prefix(), 0)
-    assert table.try_extend(2)
-    table.seal(PROMPT, 4, None)
-    lease = table.retract(6, None)
-    assert lease is not None and isinstance(lease, HostLease)
-    rig.finish()
-    rig.cache.reset(["device"])
-    again = rig.cache.open("request", rig.prefix(), 0)
-    again.promote(lease, 2, 1)
-    rig.finish()
-    assert again.num_keyed == 1 and rig.cache.match(rig.prefix().keys) == Match(1, 0, True, 0)
-    again.release(None)
-    rig.end()
-
-
-def test_without_a_device_cache_nothing_stays_and_everything_is_in_the_host_tier() -> None:
-    rig = Cached(prefix_cache=False)
-    rig.run("earlier").release(None)
-    assert rig.cache.stats().slots["device"].pinned == 2, "while the save reads them"
-    rig.finish()
-    assert rig.cache.stats().slots["device"].free == 8 and rig.cache.stats().num_keys == 0
-    table, _ = rig.loading()
-    assert rig.cache.match(rig.prefix().keys, rig.cache.lease("second", rig.prefix())).num_colder == 2, (
-        "also while another loads it"
-    )
-    table.release(None)
-    rig.finish()
-    assert rig.cache.stats().slots["device"].free == 8
-
-
-def test_reset_forgets_one_tier_or_both() -> None:
-    rig = Cached()
-    rig.run("earlier").release(None)
-    rig.finish()
-    assert list(rig.cache.stats().slots) == ["device", "host"]
-    assert (
-        rig.cache.reset(["host"]).forgotten == {"host": 2}
-        and rig.cache.match(rig.prefix().keys).num_blocks == 2
-    )
-    assert rig.cache.reset().forgotten == {"device": 2, "host": 0}
-    rig.end()
-
-
 def test_adapter_reloaded_under_the_same_name_hits_stale_kv() -> None:
     rig = Cached()
     rig.remembered()
@@ -349,14 +238,6 @@ def test_adapter_reloaded_under_the_same_name_hits_stale_kv() -> None:
     assert len(set(keys)) == len(keys) == 8
     assert rig.cache.lease("request", new) is None and rig.cache.lease("request", salted) is None
     rig.end()
-
-
-def test_closing_waits_for_what_is_on_its_way() -> None:
-    rig = Cached()
-    rig.run("earlier").release(None)
-    assert rig.cache.num_in_flight == 1
-    rig.end()
-    assert rig.host.pool.num_keys == 2
 
 
 # Holds invariant 11: close raises while a table or a lease is out.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 
 from penstock.contract import Match
-from penstock.errors import InvariantBroken
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import Displaces, HostLease
@@ -52,23 +51,6 @@ def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_th
     assert (
         rig.content(LONG) == [tuple(LONG[i : i + 4]) for i in (0, 4, 8)] and rig.host.pool.counts.pinned == 0
     )
-    table.release(None)
-    rig.end()
-
-
-def test_no_claim_on_what_has_ended() -> None:
-    rig = Cached()
-    rig.remembered()
-    lease = lease_of(rig, rig.prefix())
-    lease.end()
-    assert not lease.claim(0, 2) and rig.host.pool.counts.pinned == 0
-    late = lease_of(rig, rig.prefix())
-    rig.now_s += 1e6
-    rig.cache.settle()
-    assert late.expired and not late.claim(0, 2)
-    table = rig.cache.open("request", rig.prefix(), 0)
-    with pytest.raises((InvariantBroken, IndexError)):
-        table.promote(late, 2, 1)
     table.release(None)
     rig.end()
 
@@ -154,16 +136,6 @@ def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -
     rig.end()
 
 
-def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
-    rig = Cached(num_host=4)
-    lease = rig.run("request").retract(10, None)
-    assert lease is not None
-    lease.end()  # cancelled while it is saved
-    rig.finish()
-    assert rig.host.pool.num_unwanted == 4 and len(rig.host.leases) == 0
-    rig.end()
-
-
 # --------------------------------------------------------------------------------------------------- retained
 
 
@@ -191,21 +163,6 @@ def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
     rig.end()
 
 
-def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None:
-    rig = Cached(num_device=4, num_host=4)
-    rig.run("request", PROMPT[:8]).release(None)
-    rig.finish()
-    retention = rig.cache.retain(rig.prefix(), 5.0)
-    rig.pool.coldest(4, drops_wants=True)
-    rig.host.pool.coldest(4, drops_wants=True)  # somebody looked for room everywhere, and did not take it
-    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (4, 4)
-    retention.look_again()
-    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (2, 2)
-    retention.end()
-    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (4, 4)
-    rig.end()
-
-
 # --------------------------------------------------------------------------------------------- room and times
 
 
@@ -220,17 +177,3 @@ def test_where_nothing_on_the_device_is_found_again_room_is_always_there(tiers: 
     else:
         alone = KvCache(BlockPool(2, "alone"), SCOPE)
         assert alone.make_room(2, 0) and alone.start_s(100, Match(0, 0, False)) is None
-
-
-def test_a_start_takes_what_is_left_to_compute_and_to_load() -> None:
-    rig = Cached()
-    assert rig.cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing was measured"
-    for num, seconds in ((1000, 1.0), (2000, 2.0), (1000, 1.0)):
-        rig.loads.costs.prefill.add(num, num / 2, seconds)
-    whole = rig.cache.start_s(64, Match(0, 0, False, 0))
-    found = rig.cache.start_s(64, Match(8, 0, False, 0))
-    colder = rig.cache.start_s(64, Match(0, 0, False, 8))
-    assert whole is not None and found is not None and colder is not None
-    assert 0 < found < whole and found <= colder
-    assert rig.cache.start_s(64, Match(99, 0, False, 0)) > 0, "one token is always computed"
-    rig.end()

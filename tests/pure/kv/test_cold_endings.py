@@ -11,14 +11,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.tiers.calls import MAX_PROBE_S, BreakerState
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
-from penstock.testing.stores import HandClock
 from tests.pure.kv.cold_rig import KEYS, SOON_S, Make, make
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK
-from tests.pure.kv.test_breaker import broken
 from tests.pure.kv.test_load_times import measured
 
 __all__ = ["make"]
@@ -56,60 +53,6 @@ def test_a_defect_of_ours_is_the_error_of_a_write_also_where_the_store_failed_be
     assert (
         rig.settle() == [writing] and isinstance(writing.error, InvariantBroken) and writing.done_keys == []
     )
-
-
-@pytest.mark.parametrize("probe_s", [0.5, MAX_PROBE_S / 2, MAX_PROBE_S, 2 * MAX_PROBE_S])
-def test_a_store_is_never_looked_at_more_often_than_it_is_said_to_be(probe_s: float) -> None:
-    clock = HandClock()
-    breaker = broken(clock, probe_s)
-    waits: list[float] = []
-    for _ in range(8):
-        waited_s = 0.0
-        while not breaker.try_probe():
-            clock.advance(probe_s / 2)
-            waited_s += probe_s / 2
-        waits.append(waited_s)
-        breaker.probed(False)
-    assert waits == sorted(waits) and min(waits) == probe_s and max(waits) == max(probe_s, MAX_PROBE_S)
-    assert breaker.state is BreakerState.OPEN
-
-
-def test_open_questions_are_looked_through_under_the_lock_that_callers_add_theirs_with(make: Make) -> None:
-    """Without it one that comes meanwhile would be lost: nobody would know that it is under way."""
-    rig = make()
-    rig.store.gate.hold("find")
-    first = rig.tier.find(KEYS[:1], 1e9)
-    engine, locked = threading.current_thread(), []
-
-    class Clock(HandClock):
-        def __call__(self) -> float:
-            if threading.current_thread() is engine:
-                locked.append(rig.tier._asking.locked())
-            return super().__call__()
-
-    rig.store.gate.wait_came()
-    first._clock = Clock(rig.clock())
-    rig.tier.settle()
-    assert locked == [True] and len(rig.tier.findings) == 1
-    rig.store.gate.let()
-    rig.settle()
-    assert len(rig.tier.findings) == 0
-
-
-def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:
-    """Questions queue behind one that takes long: those whose time is over by then would only keep the others
-    waiting."""
-    rig = make()
-    rig.store.gate.hold("find")
-    first, second, third = (
-        rig.tier.find(KEYS[number : number + 1], patience_s)
-        for number, patience_s in enumerate((1e9, 1.0, 1e9))
-    )
-    rig.store.gate.wait_came()
-    rig.clock.advance(2.0)
-    rig.store.gate.let()
-    rig.settle()
-    assert first.ready and second.ready and third.ready and rig.store.calls == ["find", "find"]
 
 
 @pytest.mark.parametrize(("on_device", "in_host"), [(0, 0), (2, 0), (0, 2), (1, 2)])

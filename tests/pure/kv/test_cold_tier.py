@@ -3,7 +3,6 @@ waits for it."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,11 +11,9 @@ import pytest
 
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded, StoreFailed
-from penstock.kv.tiers.calls import KnownKeys, Way
-from penstock.kv.tiers.cold import Finding, StoreLanes
+from penstock.kv.tiers.calls import KnownKeys
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
-from penstock.testing.stores import HandClock
 from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, LAYERS, SOON_S, Make, Rig, Woken, are_over, make
 
 DONE, MISSING, CORRUPT, FAILED, FULL = (
@@ -64,14 +61,6 @@ def test_what_a_store_does_not_have_or_has_damaged_is_not_served(make: Make) -> 
     assert rig.tier.usable
 
 
-def test_a_full_store_skips_what_does_not_fit(make: Make) -> None:
-    rig = make()
-    rig.store.max_blocks = 1
-    writing = rig.write(KEYS[:2])
-    assert writing.outcomes == [DONE, FULL] and writing.done_keys == KEYS[:1] and writing.error is None
-    assert rig.tier.counts.skipped == {"full": 1} and rig.tier.usable
-
-
 def test_every_access_is_declared_where_it_is_submitted() -> None:
     class Heard(CpuLane):
         accesses: ClassVar[dict[str, list[Access]]] = {}
@@ -96,27 +85,6 @@ def test_every_access_is_declared_where_it_is_submitted() -> None:
 # ----------------------------------------------------------------------------------------------------- groups
 
 
-def test_groups_are_in_flight_until_they_are_over_each_on_the_next_lane(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:6])
-    rig.store.gate.hold("read")
-    reading, _ = rig.submit_read(KEYS[:6])
-    rig.store.gate.wait_came(2)
-    assert not any(group.over() for group in reading) and len(rig.tier.readings) == 3
-    assert rig.tier.counts.queued_bytes[Way.READ] == 6 * BLOCK_BYTES
-    rig.tier.wake = woken = Woken()
-    rig.store.gate.let(1)
-    woken.wait_for(1)  # one of the two, whichever it is
-    rig.tier.settle()
-    assert sum(group.over() for group in reading) == 1 and len(rig.tier.readings) in (2, 3), (
-        "they are looked at in order"
-    )
-    rig.store.gate.let()
-    rig.settle()
-    assert are_over(reading) and [group.take_outcomes() for group in reading] == [[DONE, DONE]] * 3
-    assert len(rig.tier.readings) == 0 and rig.tier.counts.queued_bytes[Way.READ] == 0
-
-
 def test_whoever_waits_for_a_reading_waits_until_it_is_over(make: Make) -> None:
     """Its slots are given back then."""
     rig = make(num_readers=1)
@@ -136,18 +104,6 @@ def test_whoever_waits_for_a_reading_waits_until_it_is_over(make: Make) -> None:
     assert len(rig.tier.readings) == 3
     rig.tier.settle()
     assert len(rig.tier.readings) == 0, "all that are over are seen at once"
-
-
-def test_nothing_of_a_reading_is_done_before_it_is_over(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:1])
-    rig.store.gate.hold("read")
-    reading, _ = rig.submit_read(KEYS[:1])
-    rig.store.gate.wait_came()
-    assert reading[0].outcomes == [FAILED]
-    rig.store.gate.let()
-    rig.settle()
-    assert reading[0].outcomes == [DONE]
 
 
 def is_seen_when_woken(rig: Rig) -> None:
@@ -178,21 +134,6 @@ def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
     is_seen_when_woken(make())
 
 
-def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deal = StoreLanes.deal
-
-    def hasty(self: StoreLanes, group, after, run, label) -> None:  # type: ignore[no-untyped-def]
-        wake, self._wake = self._wake, lambda: None
-        deal(self, group, after, lambda group: (run(group), wake()), label)  # type: ignore[arg-type, return-value]
-        self._wake = wake
-
-    monkeypatch.setattr(StoreLanes, "deal", hasty)
-    with pytest.raises(AssertionError):
-        is_seen_when_woken(make())
-
-
 # -------------------------------------------------------------------------------------------------- questions
 
 
@@ -209,34 +150,6 @@ def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
     rig.store.gate.let()
     rig.settle()
     assert finding.ready and finding.num == 0 and len(rig.tier.findings) == 0
-
-
-def test_an_answer_that_nobody_looked_for_in_time_is_late_as_well() -> None:
-    clock = HandClock()
-    finding = Finding(clock() + 1.0, clock)
-    clock.advance(1.0)
-    finding.answer(7)
-    assert finding.num == 0 and finding.ready
-
-
-def test_a_question_that_nobody_waits_for_any_more_is_not_asked(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold("find")
-    first, second = rig.tier.find(KEYS[:1], 1.0), rig.tier.find(KEYS[:1], 1.0)
-    rig.store.gate.wait_came()
-    rig.clock.advance(2.0)
-    rig.store.gate.let()
-    rig.settle()
-    assert first.ready and second.ready and rig.store.calls == ["find"]
-
-
-def test_a_local_store_answers_on_the_callers_thread(make: Make) -> None:
-    rig = make(local=True)
-    rig.write(KEYS[:2])
-    asked: list[int] = []
-    rig.store.on_call = lambda call: asked.append(threading.get_ident())
-    finding = rig.tier.find(KEYS[:4], patience_s=0.0)
-    assert finding.ready and finding.num == 2 and asked == [threading.get_ident()]
 
 
 def test_a_question_that_fails_is_answered_with_nothing(make: Make) -> None:
@@ -269,11 +182,6 @@ def test_the_queue_takes_what_fits_first_blocks_first_and_counts_the_rest(make: 
     assert second.outcomes == [DONE, FULL, FULL] and second.done_keys == KEYS[2:3]
     assert forced is not None and forced.done_keys == KEYS[7:9]
     assert rig.write(KEYS[5:7]).done_keys == KEYS[5:7], "there is room again"
-
-
-def test_a_queue_smaller_than_a_block_still_takes_one(make: Make) -> None:
-    rig = make(queue_bytes=1)
-    assert rig.write(KEYS[:1]).done_keys == KEYS[:1]
 
 
 def test_a_local_store_decides_itself_what_it_has(make: Make) -> None:
@@ -316,15 +224,6 @@ def test_what_is_seen_to_be_gone_is_written_again(make: Make, notice: Callable[[
     assert set(rig.store.blocks) == set(KEYS[:2])
 
 
-def test_a_damaged_block_is_written_again(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:1])
-    rig.store.spoil(KEYS[0])
-    rig.read(KEYS[:1])
-    rig.write(KEYS[:1])
-    assert rig.read(KEYS[:1]) == [DONE]
-
-
 def test_only_so_many_keys_are_remembered_the_newest() -> None:
     known = KnownKeys(max_keys=3)
     known.add(KEYS[:3])
@@ -336,23 +235,6 @@ def test_only_so_many_keys_are_remembered_the_newest() -> None:
 
 
 # -------------------------------------------------------------------------------------------- settle, persist
-
-
-def test_a_writing_is_given_out_once_when_all_of_it_is_over(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold("write")
-    writing = rig.submit_write(KEYS[:4])
-    assert writing is not None
-    rig.store.gate.wait_came(2)
-    rig.store.gate.let(1)
-    assert (
-        rig.tier.settle() == []
-        and not writing.settled
-        and writing.done_keys == []
-        and len(rig.tier.writings) == 1
-    )
-    rig.store.gate.let()
-    assert rig.settle() == [writing] and rig.settle() == [] and len(rig.tier.writings) == 0
 
 
 def test_persist_comes_behind_all_writes(make: Make) -> None:
@@ -403,32 +285,6 @@ def test_a_reset_takes_what_was_submitted_before_it_and_nothing_that_was_submitt
     assert again is not None and again.done_keys == KEYS[:4] and set(rig.store.blocks) == set(KEYS[:4])
 
 
-def test_writes_behind_a_reset_wait_for_it_on_every_lane(make: Make) -> None:
-    rig = make(False)
-    rig.store.gate.hold("reset")
-    rig.tier.reset()
-    rig.submit_write(KEYS[:8])
-    rig.store.gate.wait_came()
-    assert "write" not in rig.store.calls
-    rig.store.gate.let()
-    rig.settle()
-    assert rig.store.calls == ["reset", *["write"] * 4] and set(rig.store.blocks) == set(KEYS[:8])
-
-
-def test_two_resets_follow_each_other_and_the_write_between_them_is_gone(make: Make) -> None:
-    rig = make(False)
-    rig.store.gate.hold("reset")
-    first = rig.tier.reset()
-    rig.submit_write(KEYS[:2])
-    second = rig.tier.reset()
-    last = rig.submit_write(KEYS[2:4])
-    rig.store.gate.wait_came()
-    rig.store.gate.let()
-    rig.settle()
-    assert (first.num_forgotten, second.num_forgotten) == (0, 2)
-    assert last is not None and last.done_keys == KEYS[2:4] and set(rig.store.blocks) == set(KEYS[2:4])
-
-
 def test_a_persist_behind_a_reset_does_not_mind_what_was_lost_before_it(make: Make) -> None:
     rig = make()
     rig.store.fails.add(KEYS[0])
@@ -454,12 +310,3 @@ def test_a_reset_store_is_written_again(make: Make) -> None:
     reset = rig.tier.reset()
     rig.settle()
     assert reset.settled and isinstance(reset.error, StoreFailed) and reset.num_forgotten == 0
-
-
-def test_a_reset_that_is_settled_leaves_what_is_written_later_known(make: Make) -> None:
-    rig = make()
-    reset = rig.tier.reset()
-    assert rig.tier.is_resetting and rig.settle() == [reset] and not rig.tier.is_resetting
-    rig.write(KEYS[:2])
-    rig.write(KEYS[:2])
-    assert rig.store.calls.count("write") == 1, "it is not sent twice"

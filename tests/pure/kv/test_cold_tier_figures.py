@@ -53,13 +53,6 @@ def test_a_rate_that_is_stale_is_hoped_for_by_one_reading(make: Make) -> None:
     assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 2.0
 
 
-def test_what_brought_nothing_has_no_time(make: Make) -> None:
-    rig = make()
-    rig.read(KEYS[:1])
-    rig.write(KEYS[:1])
-    assert not any(rig.tier.counts.read_s.counts) and sum(rig.tier.counts.write_s.counts) == 1
-
-
 def test_the_report_tells_all_of_it(make: Make) -> None:
     rig = make(num_writers=1)
     rig.store.max_blocks = 3

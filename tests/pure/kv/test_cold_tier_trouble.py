@@ -11,9 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
-from penstock.kv.tiers import cold
-from penstock.kv.tiers.calls import Breaker, BreakerState, Way
-from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.calls import BreakerState, Way
 from penstock.kv.tiers.store import Outcome
 from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
 
@@ -60,22 +58,6 @@ def test_while_it_is_fenced_off_nothing_is_asked_read_or_written(make: Make) -> 
     assert rig.store.calls == calls and rig.tier.counts.skipped == {"broken": 4}
 
 
-def test_writes_that_were_queued_when_it_broke_are_skipped(make: Make) -> None:
-    rig = make(num_writers=1)
-    rig.store.gate.hold("write")
-    first, second = rig.submit_write(KEYS[:2]), rig.submit_write(KEYS[2:4])
-    rig.store.gate.wait_came()
-    rig.store.die()
-    rig.store.gate.let()
-    assert rig.settle() == [first, second] and first is not None and second is not None
-    assert (
-        isinstance(first.error, StoreFailed)
-        and isinstance(second.error, StoreFailed)
-        and not first.done_keys + second.done_keys
-    )
-    assert rig.store.calls == ["write"] and rig.tier.counts.skipped == {"broken": 2}
-
-
 def comes_back(rig: Rig) -> None:
     rig.write(KEYS[:2])
     rig.break_store()
@@ -102,66 +84,6 @@ def comes_back(rig: Rig) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_it_is_probed_on_a_lane_ever_more_rarely_until_it_is_back(make: Make, local: bool) -> None:
     comes_back(make(local))
-
-
-def test_whoever_sleeps_is_woken_when_it_is_back(make: Make) -> None:
-    rig = make()
-    rig.break_store()
-    rig.store.raises = None
-    rig.clock.advance(1.1)
-    rig.tier.wake = woken = Woken(lambda: rig.tier.usable)
-    rig.tier.settle()
-    woken.wait_for(1)
-    assert woken.seen == [True]
-
-
-class NeverLooks(Breaker):
-    def try_probe(self) -> bool:
-        return False
-
-
-class NeverBelieves(Breaker):
-    def probed(self, answers: bool) -> None:
-        super().probed(False)
-
-
-@pytest.mark.parametrize("breaker", [NeverLooks, NeverBelieves])
-def test_a_breaker_is_noticed_that_never_closes_again(
-    make: Make, breaker: type[Breaker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cold, "Breaker", breaker)
-    with pytest.raises(AssertionError):
-        comes_back(make())
-
-
-def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
-    rig = make()
-    rig.store.fails.update(KEYS)
-    assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
-    rig.read(KEYS[:1])
-    assert (
-        not rig.tier.usable
-        and rig.tier.counts.failures["block"] == 8
-        and rig.tier.calls.breaker.num_openings == 1
-    )
-
-
-def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold("read")
-    rig.submit_read(KEYS[:1])
-    rig.store.gate.wait_came()
-    rig.break_store()  # by a question
-    rig.clock.advance(1.1)
-    rig.store.raises = None
-    rig.tier.settle()
-    assert rig.asker is not None
-    rig.asker.drain(SOON_S)
-    assert rig.tier.usable
-    rig.store.on_call = lambda call: rig.store.die() if call == "read" else None
-    rig.store.gate.let()
-    rig.settle()
-    assert rig.tier.usable and rig.tier.calls.breaker.num_openings == 1
 
 
 def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(
@@ -241,21 +163,6 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert rig.tier.usable and rig.tier.calls.breaker.state is BreakerState.CLOSED
 
 
-def test_each_time_that_something_takes_too_long_is_counted_once(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make()
-    for num in (1, 2):
-        rig.store.gate.hold("read")
-        rig.submit_read(KEYS[:1])
-        rig.store.gate.wait_came()
-        rig.clock.advance(10.1)
-        assert rig.tier.settle() == [] == rig.tier.settle()
-        assert rig.tier.counts.failures == {"stuck": num} and len(caplog.records) == num
-        rig.store.gate.let()
-        rig.settle()
-
-
 def test_a_reset_takes_as_long_as_there_are_blocks_and_is_not_stuck(make: Make) -> None:
     """What is written meanwhile is written behind it, and what is read is read."""
     rig = make()
@@ -272,29 +179,7 @@ def test_a_reset_takes_as_long_as_there_are_blocks_and_is_not_stuck(make: Make) 
     assert rig.tier.counts.failures == {}
 
 
-def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
-    rig = make(num_readers=1)
-    rig.store.gate.hold("read")
-    rig.submit_read(KEYS[:1])
-    rig.store.gate.wait_came(1)
-    queued, _ = rig.submit_read(KEYS[:1])
-    rig.clock.advance(6.0)
-    rig.store.gate.let(1)
-    rig.store.gate.wait_came(2)
-    rig.clock.advance(6.0)
-    assert rig.tier.usable and not are_over(queued)
-    assert rig.tier.counts.queued_bytes[Way.READ] == BLOCK_BYTES
-
-
 # -------------------------------------------------------------------------------------------------------- end
-
-
-def test_drain_raises_rather_than_give_up_quietly(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold()
-    rig.submit_read(KEYS[:1])
-    with pytest.raises(DeadlineExceeded):
-        rig.tier.drain(0.01)
 
 
 @pytest.mark.parametrize("call", ["read", "write", "find", "close"])
@@ -333,33 +218,7 @@ def test_what_comes_after_the_end_fails_and_nothing_more(make: Make) -> None:
     assert rig.tier.counts.queued_bytes[Way.READ] == 0
 
 
-def test_a_lane_that_refuses_half_way_leaves_nothing_in_flight_unseen(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:4])
-    rig.readers[1].close(SOON_S)
-    rig.store.gate.hold("read")
-    reading, _ = rig.submit_read(KEYS[:4])
-    assert not are_over(reading), "the first group is on its way into its slots"
-    rig.store.gate.let()
-    rig.readers[0].drain(SOON_S)
-    assert are_over(reading) and [list(group.take_outcomes()) for group in reading] == [
-        [DONE, DONE],
-        [FAILED, FAILED],
-    ]
-
-
 # -------------------------------------------------------------------------------------------- our own defects
-
-
-class Quiet(ColdTier):
-    """Keeps to itself what broke on its lanes."""
-
-    def settle(self):  # type: ignore[no-untyped-def]
-        while True:
-            try:
-                return super().settle()
-            except InvariantBroken:
-                continue
 
 
 def raised_by(call: Callable[[], object]) -> tuple[int, object]:
@@ -390,11 +249,6 @@ def a_defect_surfaces_and_loses_nothing(rig: Rig) -> None:
 
 def test_a_defect_of_ours_surfaces_on_the_engine_thread_and_loses_nothing(make: Make) -> None:
     a_defect_surfaces_and_loses_nothing(make())
-
-
-def test_it_is_noticed_where_it_does_not(make: Make) -> None:
-    with pytest.raises(AssertionError):
-        a_defect_surfaces_and_loses_nothing(make(make=Quiet))
 
 
 @pytest.mark.parametrize("num_outcomes", [1, 3])
@@ -533,56 +387,6 @@ def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queu
     assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
     rig.tier.calls._view = view
     assert rig.read(KEYS[:2]) == [DONE] * 2
-
-
-def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make) -> None:
-    """Or the tier would be stuck for ever."""
-    rig = make(num_readers=1)
-    rig.write(KEYS[:2])
-    rig.store.raises = InvariantBroken("ours")
-    reading, _ = rig.submit_read(KEYS[:2])
-    rig.tier.drain(SOON_S)
-    with pytest.raises(InvariantBroken):
-        [group.take_outcomes() for group in reading]
-    rig.store.raises = None
-    rig.clock.advance(1000.0)
-    assert not rig.tier.calls.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
-
-
-def test_a_persist_on_lanes_that_are_closed_is_settled_with_its_error(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:2])
-    for lane in rig.writers:
-        lane.close(SOON_S)
-    persisting = rig.tier.persist()
-    assert (
-        rig.tier.settle() == [persisting] and persisting.settled and isinstance(persisting.error, LaneClosed)
-    )
-
-
-def test_a_store_that_cannot_be_closed_is_left_with_a_warning(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make()
-    rig.store.die()
-    with caplog.at_level(logging.WARNING):
-        rig.tier.close(SOON_S)
-    assert any("without an answer" in record.getMessage() for record in caplog.records)
-    rig.tier.close(SOON_S)
-
-
-def test_a_probe_that_fails_is_counted(make: Make) -> None:
-    rig = make()
-    rig.break_store()
-    before = rig.tier.counts.failures["store"]
-    rig.clock.advance(1.0)
-    rig.tier.settle()
-    rig.settle()
-    assert (
-        rig.store.calls[-1] == "probe"
-        and rig.tier.counts.failures["store"] == before + 1
-        and not rig.tier.usable
-    )
 
 
 @pytest.mark.parametrize(

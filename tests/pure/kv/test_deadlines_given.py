@@ -12,8 +12,6 @@ import pytest
 from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers import saves as saves_module
-from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.store import StoreUsage
 from penstock.kv.transfer import Transfer
 from penstock.lanes.lane import POLL_MOST_S
 from penstock.testing.stores import HandClock
@@ -41,20 +39,6 @@ def limit(rig: Rig, load_deadline_s: float) -> None:
 def only(rig: Rig) -> Transfer:
     (transfer,) = (*rig.saves.mover.flying, *rig.loads.mover.flying)
     return transfer
-
-
-@pytest.mark.parametrize("load_s", [NEAR_S, FAR_S])
-def test_a_load_from_host_memory_is_due_when_the_configuration_says(clock: HandClock, load_s: float) -> None:
-    rig = Rig(load_always=True)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    limit(rig, load_s)
-    clock.advance(3.0)
-    hold = rig.hold(2)
-    assert rig.promote(hold, leased(rig, KEYS[:2]), 2).deadline_s == NOW_S + 3.0 + load_s
-    rig.land()
-    hold.end()
-    rig.close()
 
 
 @pytest.mark.parametrize("load_s", [NEAR_S, FAR_S])
@@ -102,21 +86,6 @@ def test_a_load_and_each_of_its_parts_are_due_together(clock: HandClock) -> None
     rig.end(table)
 
 
-def test_a_fetch_is_due_like_a_load_and_asks_with_the_patience_of_all(clock: HandClock) -> None:
-    rig = Stacked("remote")
-    limit(rig, FAR_S)
-    rig.put("remote", rig.keys(2))
-    fetch = rig.cache.prefetch(rig.prefix(2), "request")
-    assert fetch is not None and fetch.deadline_s == NOW_S + FAR_S
-    (part,) = fetch.asked
-    assert part.finding.deadline_s == rig.clock() + ASK_PATIENCE_S
-    rig.tiers["remote"].counts.rate.bytes_per_s = 1e9
-    rig.run("ask remote")
-    assert fetch.num_blocks == 2
-    rig.flow()
-    rig.end()
-
-
 # ------------------------------------------------------------------------------------------ said of both ways
 
 
@@ -154,19 +123,4 @@ def test_a_step_of_just_enough_tokens_starts_on_the_first_layers(num_next: int, 
     rig.land()
     assert promotion.layered == layered and (len(promotion.copies[0].groups) > 1) == layered
     hold.end()
-    rig.close()
-
-
-def test_what_is_free_in_a_store_is_what_is_not_used_and_unknown_where_others_decide() -> None:
-    assert StoreUsage(3, 10).as_dict() == {"used": 3, "free": 7}
-    assert StoreUsage(0, 0).as_dict() == {"used": 0, "free": 0} and StoreUsage(3).as_dict() == {}
-
-
-def test_an_expired_lease_is_due_by_the_clock_of_the_tier() -> None:
-    rig = Rig()
-    rig.save(KEYS[:1]).end()
-    rig.now_s = 50.0
-    lease = leased(rig, KEYS[:1])
-    assert isinstance(lease, HostLease) and lease.deadline_s == 150.0
-    lease.end()
     rig.close()

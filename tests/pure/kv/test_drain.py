@@ -164,17 +164,6 @@ def test_nothing_touches_the_slots_of_any_kind_of_work_after_a_drain(story: Stor
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_a_drain_of_one_slot_of_it_is_enough(story: Story) -> None:
-    for place in (0, -1):
-        rig = Stacked("ssd", "remote")
-        table = story(rig)
-        slot = table.hold.slots[place]
-        rig.cache.drain(1.0, [slot])
-        assert slot not in touched(rig, rig.flow)
-        rig.end(*(() if table.hold.ended else (table,)))
-
-
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_a_drain_of_everything_leaves_nothing_under_way_in_any_tier(story: Story) -> None:
     rig = Stacked("ssd", "remote")
     table = story(rig)
@@ -217,18 +206,6 @@ def test_a_drain_waits_for_no_load_but_that_of_its_slots() -> None:
         rig.cache.drain(1.0, table.hold.slots)
         assert load.settled and not slow.settled and slow.num_sent == 0  # type: ignore[union-attr]
     rig.end(table, other)
-
-
-def test_a_drain_of_slots_that_nothing_touches_returns_at_once() -> None:
-    rig = Stacked()
-    rig.remembered(EIGHT, tiers=("ssd",))
-    table, load = rig.load(EIGHT)
-    idle = rig.cache.open("idle", None, 0)
-    assert idle.try_extend(2)
-    with held(rig, "read"):
-        rig.cache.drain(0.0, idle.hold.slots)
-        assert load.num_sent == 0
-    rig.end(table, idle)
 
 
 def test_what_a_load_has_brought_already_is_not_waited_for() -> None:

@@ -7,18 +7,9 @@ import dataclasses
 
 import pytest
 
-from penstock.kv.blocks.slots import as_run
 from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
 from tests.pure.kv.test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
-
-ZERO = dataclasses.asdict(HostCounts())
-
-
-def counted(tier: HostTier) -> dict[str, int]:
-    """The totals that are not zero."""
-    return {name: num for name, num in dataclasses.asdict(tier.counts).items() if num != ZERO[name]}
-
 
 @pytest.mark.parametrize(
     ("displaces", "most", "num_taken", "expected"),
@@ -60,44 +51,6 @@ def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
     tier.close()
 
 
-def test_what_lands_is_counted_when_it_has_and_what_is_dropped_never() -> None:
-    tier = new_tier()
-    some, others, last = taken(tier, KEYS[:3]), taken(tier, KEYS[3:5]), taken(tier, KEYS[5:8])
-    assert counted(tier) == {}
-    tier.land(some)
-    assert counted(tier) == {"landed": 3}
-    tier.drop(others)
-    assert counted(tier) == {"landed": 3}
-    pin = tier.land(last, [0, 2], "read")
-    assert counted(tier) == {"landed": 5} and tier.pool.find_each(KEYS[5:8])[1] == ABSENT
-    assert pin is not None
-    pin.end()
-    tier.close()
-
-
-def test_leases_that_run_out_are_counted_each_and_those_that_end_in_time_are_not() -> None:
-    clock = Clock()
-    tier = new_tier(clock=clock)
-    fill(tier, KEYS[:4])
-    ended, first, second, read = (leased(tier, KEYS[:4]) for _ in range(4))
-    ended.end()
-    handles = read.take()
-    clock.now_s += LEASE_S
-    tier.expire()
-    assert "leases_expired" not in counted(tier), "they are open until then"
-    clock.now_s += 2.0
-    tier.expire()
-    assert (
-        counted(tier)["leases_expired"] == 2
-        and first.expired
-        and second.expired
-        and not (ended.expired or read.expired)
-    )
-    for handle in handles or ():
-        handle.end()
-    tier.close()
-
-
 def test_a_lease_that_has_run_out_has_nothing_in_any_tier_and_cannot_be_claimed() -> None:
     clock = Clock()
     tier = new_tier(clock=clock)
@@ -131,54 +84,6 @@ def test_every_block_that_leaves_is_told_once_and_in_order_however_few_are_asked
         assert len(some) <= most
         told += some
     assert told == [KEYS[0], KEYS[1], KEYS[4]] and tier.take_gone(most) == []
-    tier.close()
-
-
-def test_nothing_is_told_of_blocks_that_leave_where_nobody_asks() -> None:
-    tier = new_tier()
-    fill(tier, KEYS[:2])
-    tier.pool.evict(99)
-    assert not bool(tier.pool.gone) and tier.take_gone(10) == []
-    tier.close()
-
-
-def test_a_lease_loses_every_block_that_goes_and_only_those() -> None:
-    tier = new_tier()
-    fill(tier, KEYS[:6])
-    lease = leased(tier, KEYS[:6])
-    before = lease.slots
-    tier.forget([KEYS[1], KEYS[3], KEYS[4]])
-    lease.refresh()
-    assert [slot == ABSENT for slot in lease.slots] == [False, True, False, True, True, False]
-    assert ABSENT not in before, "what somebody read of it before is not changed under him"
-    assert lease.num_from(0) == 1 and lease.num_from(2) == 1 and lease.num_from(5) == 1
-    lease.end()
-    tier.close()
-
-
-def test_a_block_on_its_way_is_not_absent_and_one_that_did_not_come_is() -> None:
-    tier = new_tier()
-    fill(tier, KEYS[:1])
-    coming = taken(tier, KEYS[1:2])
-    assert tier.absent(KEYS[:3]) == [False, False, True]
-    tier.drop(coming)
-    assert tier.absent(KEYS[:3]) == [False, True, True]
-    tier.close()
-
-
-def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_are_the_same() -> None:
-    """Of two wants the one of the greatest rank is dropped first: a rank that was not renewed would save the
-    wrong one."""
-    tier = new_tier(num_slots=4)
-    fill(tier, KEYS[:4])
-    stays = tier.pool.want(as_run(tier.pool.find_each(KEYS[:2])), 5.0)
-    moves = tier.pool.want(as_run(tier.pool.find_each(KEYS[2:4])), 1.0)
-    assert tier.pool.want(as_run(tier.pool.find_each(KEYS[2:4])), 9.0, moves) is moves and moves.rank == 9.0
-    tier.land(tier.take(KEYS[10:12], range(2), "demote", Displaces.ANYTHING))
-    assert tier.pool.find_each(KEYS[2:4]) == [ABSENT, ABSENT] and ABSENT not in tier.pool.find_each(KEYS[:2])
-    stays.end()
-    moves.end()
-    assert tier.pool.num_unwanted == 4
     tier.close()
 
 

@@ -42,13 +42,3 @@ def test_slots_carry_their_own_fences_and_those_of_no_others(num: int) -> None:
     )
     assert last_use.after(as_run(range(2 * num, 3 * num))) == ()
     assert set(last_use.after(as_run(range(2 * num)))) == {early, load, late}
-
-
-def test_what_is_over_or_was_never_used_is_not_kept() -> None:
-    lane, last_use = FakeLane("compute"), LastUse(8)
-    over = lane.record()
-    lane.pass_all()
-    last_use.note(as_run([1, 2]), over)
-    last_use.note(as_run([1, 2]), None)
-    last_use.note(as_run([]), lane.record())
-    assert last_use.after(as_run([1, 2])) == ()

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.kv.tiers.calls import Way
-from penstock.kv.tiers.host import HostLease
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYOUT, Rig, leased
 
@@ -35,16 +34,6 @@ def test_a_load_is_weighed_against_tokens_as_deep_as_they_lie() -> None:
     assert rig.loads.worth(lease, 0) == FOUR
     lease.end()
     rig.close()
-
-
-def test_a_store_is_waited_for_as_long_as_computing_takes_and_no_longer() -> None:
-    rig = Stacked("remote")
-    measured(rig)
-    lease = rig.cache.lease("request", rig.prefix(FOUR))
-    assert isinstance(lease, HostLease)
-    assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(COMPUTE_S)
-    lease.end()
-    rig.end()
 
 
 def test_what_others_are_reading_already_counts_in_the_time_of_a_load() -> None:

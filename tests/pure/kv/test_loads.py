@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
+from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers.saves import SavedLease
@@ -77,36 +77,6 @@ def test_groups_cover_every_layer_of_every_block_once(monkeypatch: pytest.Monkey
                 assert sorted(covered) == [
                     (block, layer) for block in range(num_blocks) for layer in range(LAYERS)
                 ]
-
-
-def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    hold = rig.hold(2)
-    promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2)
-    rig.load_copier.fail_next = 1
-    assert rig.land() == [promotion]
-    assert isinstance(promotion.error(), TransferFailed) and rig.cache.stats().traffic.failures == {
-        ("host", "copy"): 1
-    }
-    assert rig.host.pool.counts.idle == 2 and len(rig.host.leases) == 0
-    hold.end()
-    assert rig.pool.counts.free == 8
-    rig.close()
-
-
-def test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
-    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
-    with pytest.raises(LaneClosed):
-        rig.promote(hold, lease, 2)
-    hold.end()
-    assert rig.pool.counts.pinned == 0 and len(rig.host.leases) == 1 and lease.num_from(0) == 2
-    lease.end()
-    rig.close()
 
 
 @pytest.mark.parametrize("why", ["expired", "gap", "short"])
@@ -202,35 +172,6 @@ def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> 
     rig.close()
 
 
-def test_what_a_retraction_finds_in_host_memory_makes_no_room_for_others_before_it_is_over() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[:2], "before").end()
-    rig.pool.evict(8)
-    lease = retracted(rig, 2, 1, 9)
-    rig.lane("launch save").step()
-    other = rig.computed(KEYS[5:7], "other")
-    rig.saves.offer(other, 0, KEYS[5:7], None)
-    rig.saves.submit()
-    rig.lanes.run_all()  # both of them, before anybody takes in that the first is over
-    rig.settle()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
-    other.end()
-    lease.end()
-    rig.close()
-
-
-def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:2], num_more=1)
-    rig.saves.offer(hold, 0, KEYS[:2], None)
-    lease = rig.saves.retract(hold, 3, KEYS[:2], 9, None)
-    hold.end()
-    rig.land()
-    assert rig.saves.mover.counts.num_blocks == 3 and lease.num_from(0) == 3
-    lease.end()
-    rig.close()
-
-
 def test_a_retraction_that_finds_the_host_full_keeps_what_there_was_room_for() -> None:
     rig = Rig(num_host=3)
     rig.save(KEYS[8:9], "other").end()
@@ -293,23 +234,6 @@ def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
     rig.loads.costs.link.bytes_per_s = 100 * bytes_per_token
     assert rig.loads.worth(lease, 0) == 0
     lease.end()
-    rig.close()
-
-
-def test_what_is_ahead_on_the_lane_counts() -> None:
-    rig = Rig(num_host=16)
-    rig.save(KEYS[:4]).end()
-    rig.pool.evict(8)
-    rated(rig, 1000 * LAYOUT.block_bytes / BLOCK, 700)
-    one, two = leased(rig, KEYS[:4]), leased(rig, KEYS[:2])
-    assert rig.loads.worth(two, 0) == 2
-    hold = rig.hold(4)
-    rig.promote(hold, one, 4)
-    assert rig.loads.worth(two, 0) == 0
-    rig.land()
-    assert rig.loads.worth(two, 0) == 2
-    two.end()
-    hold.end()
     rig.close()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kv.tiers import policy
 from penstock.kv.tiers.policy import HOPE, STALE_S, LinkRate, TierRun
 from penstock.testing.stores import HandClock
 
-HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
 PIECES = st.lists(
     st.builds(TierRun, st.integers(1, 5), st.none() | st.integers(0, 40).map(float)), max_size=5
 )
@@ -58,48 +57,6 @@ def test_what_is_chosen_takes_the_least_time(data: st.DataObject) -> None:
     always_the_cheapest(data)
 
 
-def all_or_nothing(pieces: list[TierRun], compute) -> int:  # type: ignore[no-untyped-def]
-    num_blocks = sum(piece.num_blocks for piece in pieces)
-    load_s = sum(piece.load_s or 0.0 for piece in pieces)
-    return num_blocks if worth_loading(load_s, compute(0, num_blocks)) else 0
-
-
-def piece_by_piece(pieces: list[TierRun], compute) -> int:  # type: ignore[no-untyped-def]
-    """Stops at the first that is not worth it by itself."""
-    first = 0
-    for piece in pieces:
-        if not worth_loading(piece.load_s, compute(first, piece.num_blocks)):
-            break
-        first += piece.num_blocks
-    return first
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [all_or_nothing, piece_by_piece, lambda pieces, compute: 0],
-    ids=["all", "piece by piece", "none"],
-)
-def test_a_choice_is_seen_to_be_worse_that_takes(fault, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(policy, "choose", fault)
-    with pytest.raises(AssertionError):
-        HASTY(given(data=st.data())(always_the_cheapest))()
-
-
-def test_a_slow_tier_in_front_is_gone_through_for_what_lies_behind_it() -> None:
-    compute = lambda first, num: 1.0 * num  # noqa: E731
-    assert policy.choose([TierRun(2, 3.0), TierRun(10, 1.0)], compute) == 12
-    assert policy.choose([TierRun(10, 1.0), TierRun(2, 3.0)], compute) == 10
-    assert policy.choose([TierRun(2, 2.0)], compute) == 2, "between equals it is loaded"
-    assert policy.choose([], compute) == 0
-
-
-def test_one_piece_is_chosen_as_a_tier_alone_was() -> None:
-    for load_s in (None, 0.5, 1.0, 1.5):
-        for compute_s in (None, 1.0):
-            chosen = policy.choose([TierRun(3, load_s)], lambda first, num, compute_s=compute_s: compute_s)  # type: ignore[misc]
-            assert (chosen == 3) == worth_loading(load_s, compute_s)
-
-
 # ------------------------------------------------------------------------------------------------ stale rates
 
 
@@ -134,20 +91,6 @@ def test_a_try_whose_end_nobody_saw_leaves_the_next_measurement_to_replace_what_
     link.add(100, 10.0, unsure_s=9.0)
     link.add(1000, 1.0)
     assert link.bytes_per_s == 1000.0
-
-
-def test_a_transfer_that_began_before_a_rate_was_stale_replaces_it() -> None:
-    clock = HandClock()
-    link = LinkRate(clock=clock)
-    link.add(100, 1.0)
-    clock.advance(STALE_S + 1.0)  # nobody begins one to find out: it was under way
-    link.add(1000, 1.0)
-    assert link.bytes_per_s == 1000.0 and not link.stale
-
-
-def test_one_that_never_is_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="faster"):
-        tries_again(LinkRate(), HandClock())
 
 
 def test_a_rate_that_is_measured_all_the_time_is_not_stale() -> None:

@@ -57,50 +57,7 @@ def test_a_slot_that_the_pool_does_not_have_is_refused_and_nothing_has_changed(u
     pool.close()
 
 
-@pytest.mark.parametrize("num", NUM)
-def test_the_last_slot_is_one_like_any_other(num: int) -> None:
-    pool = BlockPool(num, "device")
-    slots = idle(pool, num)
-    pin, hold = pool.pin(slots, "transfer"), pool.hold("request", slots)
-    assert pool.counts.active == num and max(hold.slots) == num - 1
-    pin.end()
-    hold.end()
-    pool.check()
-    pool.close()
-
-
 # --------------------------------------------------------------------------------------- wanted and forgotten
-
-
-@pytest.mark.parametrize("num", NUM)
-def test_when_everything_is_wanted_the_next_to_go_are_those_of_the_greatest_rank(num: int) -> None:
-    """What is named is what an eviction takes then."""
-    pool = BlockPool(3 * num, "device")
-    ranks = {0: 1.0, num: 9.0, 2 * num: 5.0}
-    slots = {first: idle(pool, num, first) for first in ranks}
-    wants = [pool.want(slots[first], rank) for first, rank in ranks.items()]
-    named = pool.coldest(num, drops_wants=True)
-    assert sorted(named) == sorted(np.asarray(slots[num]).tolist()) and [want.protects for want in wants] == [
-        True,
-        False,
-        True,
-    ]
-    assert pool.evict(num) == num and not len(pool.find(keys(num, num)))
-    assert len(pool.find(keys(num, 0))) == len(pool.find(keys(num, 2 * num))) == num
-    for want in wants:
-        want.end()
-    pool.check()
-    pool.close()
-
-
-def test_blocks_that_somebody_wants_are_named_behind_all_others_and_none_is_left_out() -> None:
-    pool = BlockPool(6, "device")
-    first, second = idle(pool, 3, 0), idle(pool, 3, 3)
-    want = pool.want(first, 1.0)
-    assert pool.coldest(3) == second[::-1].tolist()
-    assert sorted(pool.coldest(100)) == list(range(6)) and set(pool.coldest(6)[3:]) == set(first.tolist())
-    want.end()
-    pool.close()
 
 
 @pytest.mark.parametrize("way", ["evict_these", "forget", "evict"])
@@ -138,19 +95,6 @@ def test_both_parts_of_a_reservation_wait_for_those_who_had_its_slots() -> None:
     assert sorted([*first.slots, *rest.slots]) == [0, 1, 2, 3] and len(first.slots) == 1
     first.rollback()
     rest.rollback()
-    pool.close()
-
-
-@pytest.mark.parametrize("num", [-1, 0, 4, 5])
-def test_a_reservation_is_split_into_two_parts_that_both_have_slots(num: int) -> None:
-    """Each of them has slots until it ends."""
-    pool = BlockPool(4, "host")
-    whole = pool.try_reserve(4, "request")
-    assert whole is not None
-    with pytest.raises(InvariantBroken, match="are not to be had"):
-        whole.split(num)
-    assert len(whole.slots) == 4
-    whole.rollback()
     pool.close()
 
 

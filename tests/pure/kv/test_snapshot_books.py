@@ -26,7 +26,7 @@ from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.questions import run_steps
 from penstock.kv.snapshots import Snapshots
-from penstock.kv.tiers.manifest import snapshot_id, unpack
+from penstock.kv.tiers.manifest import snapshot_id
 from penstock.kv.tiers.store import Written
 from penstock.testing.stores import HandClock, MemoryStore
 from tests.pure.kv.stacked_rig import Stacked
@@ -152,32 +152,6 @@ def names(machine: Machine, salt: str = "") -> list[str]:
 # ---------------------------------------------------------------------------------------------- one at a time
 
 
-def test_one_that_is_also_in_a_shared_store_is_listed_once_and_by_age(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    here.take("first")
-    clock.advance(1.0)
-    there.take("second")
-    clock.advance(1.0)
-    here.take("third")
-    assert names(here) == names(there) == ["first", "second", "third"]
-    assert [one.pinned for one in here.registry.all("").snapshots] == [True, False, True]
-    assert {one.tiers for one in here.registry.all("").snapshots} == {("ssd", "remote"), ("remote",)}
-    assert names(here, "b") == []
-
-
-@pytest.mark.parametrize("ttl_s", [None, 50.0])
-def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
-    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
-) -> None:
-    here, _ = machines
-    id = snapshot_id(tenant_of(""), "talk")
-    here.take("talk", ttl_s=ttl_s)
-    assert here.told == [("remote", id, ttl_s), ("ssd", id, ttl_s)]
-    assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
-
-
 def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]) -> None:
     """Also while it is being saved, and nobody else knows of it."""
     here, _ = machines
@@ -192,28 +166,6 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
 
     take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, again)
     assert seen == [SnapshotTaken] and here.find("talk").num_blocks == 10 and here.num_pinned == 10
-
-
-class Stop(BaseException):
-    """No ordinary error: somebody has pressed Ctrl-C."""
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("no"), StoreFailed("no"), Stop()], ids=lambda error: type(error).__name__
-)
-def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_manifest(
-    machines: tuple[Machine, Machine], error: BaseException
-) -> None:
-    here, there = machines
-
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
-    assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
-    here.take("talk")
-    assert here.registry.figures().taken == 1
 
 
 # Holds invariant 20: a snapshot that is being taken can be cancelled in every state.
@@ -366,33 +318,6 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
 
 
 @pytest.mark.parametrize("call", ["manifests", "read_manifest"])
-def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewhere(
-    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    here, there = machines
-    here.take("own")
-    there.take("shared")
-    inner = getattr(MemoryStore, call)
-
-    def failing(store: MemoryStore, *asked: str) -> Any:
-        if store.name == "ssd":
-            raise StoreFailed("the disk is away")
-        return inner(store, *asked)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, call, failing)
-        here.restart()
-    figures = here.registry.figures()
-    assert (figures.known, figures.damaged, figures.pinned_blocks) == (0, int(call == "read_manifest"), 0)
-    assert here.find("shared").tiers == ("remote",)
-    here.take("new")
-    assert here.num_pinned == 10 and "new" in names(here)
-    here.heal()
-    here.restart()
-    assert sorted(names(here)) == ["new", "own", "shared"] and here.registry.figures().damaged == 0
-
-
-@pytest.mark.parametrize("call", ["manifests", "read_manifest"])
 def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -512,33 +437,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_pinned(
     assert names(here) == [] and here.num_pinned == 0 and not here.told
 
 
-def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
-    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long a store takes to let it go: what is asked in each turn would gather."""
-    here, _ = machines
-    here.take("talk", ttl_s=5.0)
-    asked: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(here.registry._questions, "run", lambda work: asked.append(work.__name__))
-        here.registry.step()
-        assert not asked
-        clock.advance(5.0)
-        for _ in range(3):
-            here.registry.step()
-    assert asked == ["expire"]
-
-
-def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
-    here, _ = machines
-    assert here.take("talk").kept_tokens == 10 * BLOCK
-    prefix = here.rig.cache.prefix_of(TALK)
-    assert prefix is not None
-    for store in here.rig.stores.values():
-        store.lose(*prefix.keys[6:])
-    assert here.find("talk").kept_tokens == 6 * BLOCK
-
-
 def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_keep_their_names(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,23 +456,6 @@ def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_kee
     ]
     with pytest.raises(SnapshotTaken):
         here.take("second", TALK)
-
-
-def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-
-    def fail() -> None:
-        clock.advance(1.0)
-        there.take("talk")
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
-    assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
-    here.registry.delete("talk", "")
-    assert not here.shared, "who deletes it by its name deletes it"
 
 
 @pytest.mark.parametrize("away", [False, True])

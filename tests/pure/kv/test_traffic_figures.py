@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.figures import Histogram, Traffic
+from penstock.figures import Traffic
 from penstock.kv import transfer as mover
 from penstock.testing.stores import HandClock
 from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, Make, make
@@ -42,26 +42,6 @@ def test_a_snapshot_of_the_traffic_stays_as_it_was() -> None:
     assert before.seconds["device", "host"] == seconds and sum(seconds.counts) == 1
     assert sum(rig.cache.stats().traffic.seconds["device", "host"].counts) == 2
     rig.close()
-
-
-def test_a_report_of_a_cold_tier_stays_as_it_was(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:1])
-    before = Traffic({}, {}, {}, {}, {}, 0)
-    rig.tier.report(before)
-    rig.write(KEYS[1:2])
-    assert sum(before.seconds["host", "remote"].counts) == 1 and before.bytes["host", "remote"] == BLOCK_BYTES
-
-
-def test_a_histogram_counts_each_value_at_the_first_bound_that_is_not_below_it() -> None:
-    histogram = Histogram((1.0, 2.0))
-    histogram.add(1.0, times=3)
-    histogram.add(1.5)
-    histogram.add(2.5)
-    assert histogram.counts == [3, 1, 1] and histogram.total == 7.0
-    copy = histogram.copy()
-    histogram.add(0.5)
-    assert copy.counts == [3, 1, 1] and copy.total == 7.0 and histogram.counts == [4, 1, 1]
 
 
 def test_what_is_read_and_what_is_written_are_under_way_each_in_its_own_direction(make: Make) -> None:

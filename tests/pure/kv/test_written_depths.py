@@ -30,24 +30,6 @@ def test_a_block_is_written_with_its_depth(reset: bool, monkeypatch: pytest.Monk
     rig.end()
 
 
-def test_blocks_that_are_sealed_later_are_written_with_their_depths(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Stacked()
-    written: dict[bytes, int] = {}
-    write = rig.first.write
-    monkeypatch.setattr(
-        rig.first,
-        "write",
-        lambda keys, depths, blocks: (
-            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
-        ),
-    )
-    table = rig.ran(2)
-    rig.fill(table, 4)
-    rig.flow()
-    assert written == {key: depth for depth, key in enumerate(rig.keys(4))}
-    rig.end(table)
-
-
 def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_with_its_depth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,17 +55,6 @@ def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(
     rig.end()
 
 
-def test_a_persist_passes_over_what_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Stacked("ssd", admission="reuse")
-    rig.remembered(SIX)
-    counted = count_writes(rig, "ssd")
-    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
-    promoted(rig)
-    assert rig.persisted().error is None
-    assert counted == dict.fromkeys(rig.keys(SIX), 1)
-    rig.end()
-
-
 def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
