@@ -71,12 +71,6 @@ def test_one_node_of_several_that_is_not_known_is_a_warning(
     assert "1 of its 2 hosts" in caplog.text
 
 
-def test_a_store_that_is_down_starts_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        open_store("valkey://127.0.0.1:1", SPACE, 1.0).close()
-    assert not caplog.records
-
-
 # --------------------------------------------------------------------------------------------------- plug-ins
 
 

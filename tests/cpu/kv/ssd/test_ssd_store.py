@@ -147,16 +147,6 @@ def test_the_files_never_grow_beyond_the_bound(tmp_path: Path, eviction, num_slo
     store.close()
 
 
-def test_files_are_made_when_they_are_needed(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=80)
-    assert not segment_paths(tmp_path)
-    write(store, 0)
-    assert len(segment_paths(tmp_path)) == 1
-    write(store, *range(40))
-    assert 1 < len(segment_paths(tmp_path)) < 8
-    store.close()
-
-
 def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,17 +169,6 @@ def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_
     assert write(store, 1, 2) == [DONE, DONE]
     assert those_in(store, range(200)) == {0, 1, 2, *range(100, 99 + num_free)}
     assert len(segment_paths(tmp_path)) == 2
-    store.close()
-
-
-def test_what_was_used_last_stays(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=16)
-    num_slots = store.usage().num_slots
-    assert num_slots is not None
-    write(store, *range(num_slots))
-    read(store, 0, 1)
-    write(store, *range(100, 100 + num_slots - 2))
-    assert those_in(store, range(num_slots)) == {0, 1}
     store.close()
 
 
@@ -258,8 +237,7 @@ def _together(*works: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("resets", [False, True])
-def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct: bool, resets: bool) -> None:
+def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct: bool) -> None:
     store = open_at(tmp_path, num_slots=40, io=None if direct else QuickDisk())
     num_done = [0] * 6
     writers_gone = threading.Semaphore(0)
@@ -286,8 +264,7 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
     def other() -> None:
         for _ in range(10):
             store.persist()
-            if resets:
-                store.reset()
+            store.reset()
             store.probe()
 
     works = [lambda who=who: reader(who) for who in range(3)] + [
@@ -297,23 +274,6 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
     assert sum(num_done[:3]) > 0 and sum(num_done[3:]) > 0
     assert not store._now.index._writing
     store._now.index.check()
-    store.close()
-
-
-def test_all_may_write_the_same_blocks_at_once(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=64)
-    got: list[list[Outcome]] = []
-
-    def work(seed: int) -> None:
-        numbers = random.Random(seed).sample(range(30), 30)
-        got.append(write(store, *numbers))
-        got.append(read(store, *numbers))
-
-    _together(*[lambda seed=seed: work(seed) for seed in range(6)])  # type: ignore[misc]
-    assert all(outcomes == [Outcome.DONE] * 30 for outcomes in got), (
-        "whoever was told DONE can read it at once"
-    )
-    assert store.usage().num_used == 30
     store.close()
 
 
