@@ -185,25 +185,6 @@ def test_no_piece_goes_on_from_one_registration_to_the_next(
     assert all(first // PIECE_SLOTS == (first + num - 1) // PIECE_SLOTS for first, num in in_slots)
 
 
-def test_a_large_transfer_begins_with_a_small_part_and_its_later_layers_do_not(
-    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch starts only when all of it has been handed over."""
-    seen = runtime()
-    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 2 * LAYOUT.block_bytes)
-    monkeypatch.setattr(copies, "_PART_GROWTH", 2)
-    source, dest = random_arena(1), random_arena(2)
-    order = np.random.default_rng(0).permutation(NUM_SLOTS)
-    copier = CudaCopier(source, dest, LAYOUT)
-    copier.copy(order, order[::-1], ALL)
-    assert [len(batch) for batch in seen.batches] == [2, 4, 8, 10]
-    assert same(dest, expected(source, dest, list(zip(order, order[::-1], strict=True)), ALL))
-    seen.batches.clear()
-    for layers in ((0, 3), (3, 6)):
-        copier.copy(order, order[::-1], layers)
-    assert [len(batch) for batch in seen.batches] == [4, 8, 12, 24]
-
-
 @given(num=st.integers(0, 300), num_bytes=st.integers(1, 100), first=st.integers(1, 300))
 @example(num=0, num_bytes=1, first=1)
 @example(num=1, num_bytes=100, first=1)  # a block that is larger than a part

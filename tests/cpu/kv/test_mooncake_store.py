@@ -4,7 +4,6 @@ never served, and trouble ends in time, whatever the library does."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -326,37 +324,6 @@ def spawned(*command: str, wait: bool = False) -> Callable[..., subprocess.Popen
         return process
 
     return spawn
-
-
-@pytest.mark.parametrize("fails", ["memfd_create", "socketpair", "_spawn"])
-def test_a_process_that_cannot_be_started_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    """It is tried again at every probe."""
-
-    def refuses(*args: object, **more: object) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    def later(*args: object) -> Any:
-        if len(made) == 3:
-            refuses()
-        made.append(socketpair())
-        return made[-1]
-
-    made: list[Any] = []
-    socketpair = mooncake_module.socket.socketpair
-    before = num_open()
-    with monkeypatch.context() as patch:
-        if fails == "memfd_create":
-            patch.setattr(mooncake_module.os, "memfd_create", refuses)
-        elif fails == "socketpair":
-            patch.setattr(mooncake_module.socket, "socketpair", later)
-        else:
-            patch.setattr(mooncake_module, "_spawn", refuses)
-        with pytest.raises(OSError, match="Too many open files"):
-            MooncakeClient((), VALUE_BYTES, {})
-    assert num_open() == before
-    assert all(end.fileno() == -1 for pair in made for end in pair)
 
 
 def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(

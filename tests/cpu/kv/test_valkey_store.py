@@ -75,19 +75,6 @@ def test_values_of_several_round_trips_are_not_mixed_up(
         assert read(store, keys) == [*[DONE] * 3, CORRUPT, DONE, DONE, MISSING, *[DONE] * 6]
 
 
-def test_a_block_that_is_there_is_not_sent_again(store: ValkeyStore, server: Valkey) -> None:
-    def received() -> int:
-        lines = server.ask("INFO", "stats").split(b"\r\n")
-        return next(
-            int(line.partition(b":")[2]) for line in lines if line.startswith(b"total_net_input_bytes:")
-        )
-
-    assert write(store, keys_of(2)) == [DONE, DONE]
-    before = received()
-    assert write(store, keys_of(2)) == [DONE, DONE]
-    assert received() - before < BLOCK_BYTES
-
-
 def test_a_time_to_live_is_set_and_renewed_where_the_url_has_one(server: Valkey, store: ValkeyStore) -> None:
     key, other = keys_of(2)
     with opened(server.url("ttl=1000")) as mortal:

@@ -43,6 +43,13 @@ def test_text_cannot_wander_from_one_field_of_a_scope_into_another():
         assert one.digest() != other.digest(), (one, other)
 
 
+def test_a_tenant_salt_and_an_adapter_name_cannot_collide():
+    tenant = dataclasses.replace(SCOPE, salt="alice")
+    adapter = dataclasses.replace(SCOPE, adapter="alice")
+    version = dataclasses.replace(SCOPE, adapter_version="alice")
+    assert len({SCOPE.digest(), tenant.digest(), adapter.digest(), version.digest()}) == 4
+
+
 def test_every_field_of_a_scope_counts():
     others = {
         "weights": b"other",

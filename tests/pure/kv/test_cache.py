@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from penstock.contract import TOKEN_IN_FLIGHT, Match, Prefix
-from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
+from penstock.errors import HandleEnded, InvariantBroken, Leaked
 from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
@@ -36,24 +35,6 @@ def match(cache: KvCache, tokens: list[int]) -> Match:
     return cache.match(cache.prefix_of(tokens).keys)
 
 
-def test_a_page_aligned_prompt_can_be_opened_from_the_cache_in_full():
-    cache = new_cache()
-    tokens = PROMPT[:8]
-    run(cache, "a", tokens).release(None)
-    prefix = cache.prefix_of(tokens)
-    assert match(cache, tokens).num_blocks == len(prefix.keys) == 2
-    table = cache.open("b", prefix, 2)
-    assert table.num_slots == 2
-    assert not cache._tables.announcing
-    table.seal(tokens, 8, None)  # the last token was computed once more; there is nothing new to seal
-    assert cache.stats().duplicate_seals_total == 0
-    assert table.try_extend(1)
-    table.seal([*tokens, 20, 21, 22, 23], 12, None)
-    assert match(cache, [*tokens, 20, 21, 22, 23]).num_blocks == 3
-    table.release(None)
-    cache.close()
-
-
 # Holds invariant 15: the second copy is dropped and counted.
 def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_second():
     cache = new_cache()
@@ -64,18 +45,6 @@ def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_s
     one.release(None)
     assert cache.stats().slots["device"] == SlotCounts(free=14, reserved=0, active=0, pinned=0, idle=2)
     cache.check()
-
-
-def test_a_slot_view_has_exactly_the_blocks_of_its_tokens():
-    cache = new_cache()
-    table = cache.open("a", None, 0)
-    table.try_extend(3)
-    assert [table.slots(n).size for n in (0, 1, 4, 5, 8, 9, 12)] == [0, 1, 1, 2, 2, 3, 3]
-    assert table.slots(12).dtype == np.int32
-    assert not table.slots(12).flags.writeable
-    for wrong in (13, -4):
-        with pytest.raises(InvariantBroken):
-            table.slots(wrong)
 
 
 def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
@@ -181,11 +150,6 @@ def test_stats_count_hits_and_misses_in_blocks():
     stats = cache.stats()
     assert (stats.hits_total, stats.misses_total, stats.num_tables, stats.num_keys) == (2, 3, 1, 2)
     table.release(None)
-
-
-def test_a_device_without_slots_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one slot"):
-        KvCache(BlockPool(0, "device"), SCOPE)
 
 
 def test_a_table_announces_the_blocks_of_its_prompt_and_none_behind() -> None:

@@ -10,7 +10,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.policy import TierLimits
 from tests.pure.kv.storage_rig import BLOCK, LAYERS, LAYOUT
-from tests.pure.kv.test_cache_tiers import BLOCKS, PROMPT, Cached
+from tests.pure.kv.test_cache_tiers import PROMPT, Cached
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 
@@ -39,19 +39,6 @@ def test_a_start_takes_as_long_as_what_is_left_and_what_is_loaded(
 
 
 # ---------------------------------------------------------------------------- nothing is reused on the device
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_what_lands_for_a_table_that_has_gone_is_kept_only_where_it_can_be_found(prefix_cache: bool) -> None:
-    rig = Cached(prefix_cache=prefix_cache)
-    rig.remembered()
-    table, _ = rig.loading()
-    table.release(None)
-    rig.finish()
-    stats = rig.cache.stats()
-    kept = len(BLOCKS) if prefix_cache else 0
-    assert (stats.num_keys, stats.slots["device"].idle, stats.slots["device"].free) == (kept, kept, 8 - kept)
-    rig.end()
 
 
 # --------------------------------------------------------------------------------------------------- retained
@@ -85,17 +72,6 @@ def test_one_in_eight_slots_of_host_memory_is_not_promised_to_contexts_that_stay
 ) -> None:
     rig = Cached(prefix_cache, num_host=24)
     assert rig.cache.num_pageable == (21 if prefix_cache else 0)
-    rig.end()
-
-
-def test_what_has_come_to_host_memory_since_a_lease_was_taken_is_matched() -> None:
-    rig = Cached()
-    rig.remembered(PROMPT[:4])
-    lease = rig.cache.lease("request", rig.prefix())
-    assert lease is not None and rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, False, 1)
-    rig.remembered(PROMPT)
-    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, False, 2)
-    lease.end()
     rig.end()
 
 

@@ -134,21 +134,6 @@ def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_hos
     rig.end()
 
 
-def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_its_keys() -> None:
-    rig = Cached()
-    rig.remembered()
-    assert rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0), (
-        "without a lease nobody says how long it stays there"
-    )
-    table, _ = rig.loading()
-    assert rig.cache.stats().num_keys == 0 and rig.cache.num_in_flight == 1
-    assert rig.finish()
-    assert rig.content() == BLOCKS and table.num_keyed == 2 and rig.cache.stats().promoted_total == 2
-    assert rig.cache.match(rig.prefix().keys) == Match(2, 0, False, 0)
-    table.release(None)
-    rig.end()
-
-
 # Holds invariant 8: a promotion that failed gives no key.
 def test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute() -> None:
     rig = Cached()

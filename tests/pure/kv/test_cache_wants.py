@@ -10,7 +10,6 @@ from penstock.contract import Match
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import Displaces, HostLease
-from penstock.kv.tiers.loads import BlockLoad
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.test_cache_tiers import BLOCKS, PROMPT, SCOPE, Cached
 
@@ -53,57 +52,6 @@ def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_th
     )
     table.release(None)
     rig.end()
-
-
-@pytest.mark.parametrize("way", ["end", "expire", "claim", "take"])
-def test_a_lease_wants_nothing_any_more(way: str) -> None:
-    rig = Cached()
-    rig.remembered()
-    lease = lease_of(rig, rig.prefix())
-    assert rig.host.pool.num_unwanted == rig.host.num_slots - 2
-    if way == "expire":
-        rig.now_s += 1e6
-        rig.cache.settle()
-        assert rig.host.pool.num_unwanted == rig.host.num_slots
-    elif way == "claim":
-        assert lease.claim(0, 1) and rig.host.pool.counts.pinned == 1
-        assert rig.host.pool.num_unwanted == rig.host.num_slots - 1, (
-            "what it was not admitted with is nobody's"
-        )
-    elif way == "take":
-        for handle in lease.take() or ():
-            handle.end()
-    lease.end()
-    assert rig.host.pool.num_unwanted == rig.host.num_slots and len(rig.host.leases) == 0
-    rig.end()
-
-
-def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_again() -> None:
-    rig = Stacked("ssd")
-    prefix = rig.prefix(4)
-    rig.put("ssd", list(prefix.keys))
-    taken = rig.host.take(prefix.keys[:2], range(2), "earlier")
-    assert taken.reservation is not None
-    rig.host.land(taken)
-    lease = lease_of(rig, prefix)
-    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.runs_from(0) == [
-        ("host", 2),
-        ("ssd", 2),
-    ]
-    rig.host.pool.evict(99)
-    assert not lease.claim(0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
-    lease.end()
-    lease = lease_of(rig, prefix)
-    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.claim(0, 4)
-    table = rig.cache.open("request", prefix, 0)
-    load = table.promote(lease, 4, 1)
-    assert isinstance(load, BlockLoad)
-    while not load.settled:
-        rig.flow()
-    assert load.num_landed == 4 and table.num_keyed == 4
-    table.release(None)
-    rig.cache.drain(1.0)
-    rig.cache.check()
 
 
 # -------------------------------------------------------------------------------------------------- retracted

@@ -12,25 +12,6 @@ from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import KEYS, Rig
 
 
-def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Stacked("ssd", "remote")
-    given: dict[str, float | None] = {}
-    for lane in rig.lanes:
-        close = lane.close
-        monkeypatch.setattr(
-            lane,
-            "close",
-            lambda timeout_s, lane=lane, close=close: (
-                given.update({lane.name: timeout_s}) or close(timeout_s)
-            ),
-        )
-    rig.cache.close(0.0)
-    assert {lane.name for lane in rig.lanes} - set(given) == {"compute"}
-    assert all(timeout_s is None or timeout_s > 0.1 for timeout_s in given.values()), given
-
-
 def test_all_tiers_together_have_the_time_that_closing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, now, given = Stacked("ssd", "remote"), [0.0], list[float]()
     monkeypatch.setattr(cache_module.time, "monotonic", lambda: now[0])

@@ -16,7 +16,6 @@ from penstock.kv.tiers.store import Outcome
 from tests.pure.kv.cold_rig import KEYS, SOON_S, Make, make
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK
-from tests.pure.kv.test_load_times import measured
 
 __all__ = ["make"]
 
@@ -53,35 +52,6 @@ def test_a_defect_of_ours_is_the_error_of_a_write_also_where_the_store_failed_be
     assert (
         rig.settle() == [writing] and isinstance(writing.error, InvariantBroken) and writing.done_keys == []
     )
-
-
-@pytest.mark.parametrize(("on_device", "in_host"), [(0, 0), (2, 0), (0, 2), (1, 2)])
-def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(
-    on_device: int, in_host: int
-) -> None:
-    """Tokens behind others are dearer: who has much already may wait longer for the same number of blocks."""
-    rig = Stacked("remote")
-    num_there, num_asked = on_device + in_host, 4
-    tables = []
-    if num_there:
-        rig.remembered(num_there)
-        rig.stores["remote"].lose()
-        if on_device:
-            table, _ = rig.promote_all(on_device)
-            rig.flow()
-            tables.append(table)
-        rig.host.forget(rig.keys(on_device))
-    measured(rig)
-    lease = rig.cache.lease("request", rig.prefix(num_there + num_asked))
-    assert isinstance(lease, HostLease) and list(lease.parts[0].blocks) == list(
-        range(num_there, num_there + num_asked)
-    )
-    depth = (num_there + num_asked / 2) * BLOCK
-    expected = num_asked * BLOCK * 1e-3 * (1 + depth)
-    assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(min(1.0, expected))
-    lease.end()
-    rig.flow()
-    rig.end(*tables)
 
 
 def test_a_store_is_not_waited_for_longer_than_a_second_however_long_computing_takes() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.contract import Match
 from penstock.errors import TransferFailed
-from tests.pure.kv.stacked_rig import GROUP, PART, Stacked
+from tests.pure.kv.stacked_rig import GROUP, Stacked
 
 EIGHT = 8  # blocks: four groups, two on each lane
 
@@ -41,23 +41,6 @@ def test_the_first_blocks_are_promoted_while_later_ones_are_read() -> None:
     )
     assert rig.device_has(EIGHT) == [True] * EIGHT and table.num_keyed == EIGHT
     assert rig.cache.stats().promoted_total == EIGHT
-    rig.end(table)
-
-
-def test_groups_that_are_read_out_of_order_are_promoted_in_order() -> None:
-    rig = from_ssd()
-    table, load = rig.load(EIGHT)
-    rig.read(1)
-    rig.read(1)
-    assert load.num_ready == 0 and load.num_sent == 0, "the first has not come"
-    rig.read(0)
-    assert load.num_sent == 2 * GROUP, "the first, and the second behind it"
-    rig.copy()
-    assert load.num_landed == 2 * GROUP and not load.settled
-    rig.read(0)
-    assert load.num_sent == EIGHT
-    rig.copy()
-    assert load.settled and rig.device_has(EIGHT) == [True] * EIGHT
     rig.end(table)
 
 
@@ -196,35 +179,6 @@ def test_a_table_that_computes_at_once_waits_for_the_earlier_users_itself() -> N
 
 
 # ----------------------------------------------------------------------------------------------- a copy fails
-
-
-@pytest.mark.parametrize("failed", range(4))
-def test_a_part_that_fails_while_later_ones_are_in_flight(failed: int) -> None:
-    rig = from_ssd()
-    table, load = rig.load(EIGHT)
-    rig.read(0, 1, 0)
-    for number in range(3):
-        rig.load_copier.fail_next = number == failed
-        rig.lane("launch load").step()
-        rig.lane("load").step()
-        rig.lane("load").step()
-    rig.cache.settle()
-    rig.check()
-    came = min(failed, 3) * PART
-    assert load.num_landed == came
-    if failed < 3:
-        assert isinstance(load.error(), TransferFailed) and load.settled and load.limit == 6, (
-            "what is not sent is not sent any more"
-        )
-    assert table.num_keyed == came and rig.device_has(EIGHT) == [True] * came + [False] * (EIGHT - came), (
-        "no key for what lies behind it"
-    )
-    rig.load_copier.fail_next = failed == 3
-    rig.flow()
-    assert load.over and load.num_landed == came and rig.device_has(EIGHT)[came:] == [False] * (EIGHT - came)
-    rig.fill(table, EIGHT)
-    assert rig.device_has(EIGHT) == [True] * EIGHT
-    rig.end(table)
 
 
 def test_a_part_that_cannot_be_sent_ends_it() -> None:

@@ -207,19 +207,6 @@ def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
     rig.end()
 
 
-def test_an_answer_is_as_old_as_its_lease_may_be() -> None:
-    rig = Stacked("remote")
-    lease = asked(rig)
-    rig.host.clock = lambda: 1e9
-    rig.cache.settle()
-    assert lease.expired
-    rig.put("remote", rig.keys(4))
-    again = asked(rig, first=lease)
-    assert again.runs_from(0) == [("remote", 4)]
-    again.end()
-    rig.end()
-
-
 def test_a_question_that_cannot_be_asked_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Stacked("remote")
     rig.remembered(2)
@@ -256,20 +243,6 @@ def test_what_persist_acknowledges_is_in_the_store_and_the_store_was_told_to_kee
     rig.run("write ssd")
     assert one.settled and one.error is None and rig.store_has(rig.keys(6)) == [True] * 6
     assert rig.stores["ssd"].calls[-1] == "persist", "behind the last write"
-    rig.end(table)
-
-
-def test_persist_waits_for_a_write_that_was_under_way() -> None:
-    rig = Stacked()
-    table = rig.ran(4)
-    rig.run("launch save", "save")
-    one = rig.cache.persist()
-    rig.cache.settle()
-    assert one is not None and list(one.keys) == rig.keys(4) and len(rig.tiers["ssd"].writings) == 2, (
-        "one of them, and the sync"
-    )
-    rig.run("write ssd")
-    assert one.settled and one.error is None and rig.tiers["ssd"].counts.num_written == 4, "each of them once"
     rig.end(table)
 
 
@@ -345,14 +318,6 @@ def test_a_flush_hands_over_a_slice_in_each_turn(monkeypatch: pytest.MonkeyPatch
     rig.flow()
     assert one.settled and one.error is None and all(rig.store_has(rig.keys(600)))
     rig.end()
-
-
-def test_what_a_flush_has_written_meanwhile_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Stacked(admission="reuse", num_device=700, num_host=800)
-    rig.remembered(600)
-    table, _ = rig.promote_all(600)
-    assert rig.persisted().error is None and rig.tiers["ssd"].counts.num_written == 600
-    rig.end(table)
 
 
 def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
@@ -473,17 +438,6 @@ def test_what_cannot_be_submitted_gives_its_pin_back(monkeypatch: pytest.MonkeyP
     rig.end(*tables)
 
 
-def test_a_write_that_was_done_before_the_reset_does_not_count_behind_it() -> None:
-    rig = in_host_only("evict")
-    one = rig.cache.persist()
-    rig.cache.settle()
-    rig.lanes.run_all()  # it is in the store, and nobody has looked yet
-    assert emptied(rig, "ssd") == 4
-    assert one is not None and one.settled and one.error is None
-    assert rig.store_has(rig.keys(4)) == [True] * 4, "it is not there any more, and was written again"
-    rig.end()
-
-
 def test_a_block_that_is_read_while_the_store_waits_to_be_emptied_is_not_in_the_store_behind_it() -> None:
     rig = Stacked()
     rig.remembered(2, tiers=("ssd",))
@@ -530,31 +484,6 @@ def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(
     assert rig.store_has(rig.keys(2, "b")) == [True] * 2, "what is left is written all the same"
     assert rig.persisted().error is None, "what had left host memory before is nobody's loss"
     rig.end(table)
-
-
-def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("host", "ssd", "remote"))
-    resetting = rig.cache.reset(["host", "ssd", "remote"])
-    assert (
-        resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
-    )
-    rig.flow()
-    assert resetting.settled and resetting.forgotten == {"host": 4, "ssd": 4, "remote": 4}
-    rig.end()
-
-
-@pytest.mark.parametrize("failing", ["ssd", "remote"])
-def test_of_two_stores_either_may_fail_to_be_reset_and_it_is_told(failing: str) -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("host", "ssd", "remote"))
-    rig.stores[failing].die()
-    resetting = rig.cache.reset(["ssd", "remote"])
-    rig.flow()
-    assert resetting.settled and isinstance(resetting.error, StoreFailed)
-    rig.stores[failing].raises = None
-    rig.clock.advance(100.0)
-    rig.end()
 
 
 def test_what_a_full_queue_refuses_is_not_kept_from_leaving() -> None:

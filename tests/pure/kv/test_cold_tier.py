@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from penstock.contract import Access, Mode
-from penstock.errors import DeadlineExceeded, StoreFailed
+from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.calls import KnownKeys
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
@@ -152,18 +152,6 @@ def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
     assert finding.ready and finding.num == 0 and len(rig.tier.findings) == 0
 
 
-def test_a_question_that_fails_is_answered_with_nothing(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:2])
-    rig.store.raises = OSError("password=hunter2")
-    assert rig.find(KEYS[:2]) == 0
-    assert rig.tier.counts.failures == {"error": 1} and not rig.tier.usable
-    finding = rig.tier.find(KEYS[:2], 1e9)
-    assert finding.ready and finding.num == 0 and rig.store.calls.count("find") == 1, (
-        "a broken store is not asked"
-    )
-
-
 # -------------------------------------------------------------------------------------------- the write queue
 
 
@@ -251,25 +239,6 @@ def test_persist_comes_behind_all_writes(make: Make) -> None:
     assert rig.store.calls == ["write", "write", "persist"]
 
 
-@pytest.mark.parametrize(
-    "way", ["persist raises", "a write before it fails", "a write before it finds no room", "fenced off"]
-)
-def test_persist_says_why_not_everything_is_safe(make: Make, way: str) -> None:
-    rig = make()
-    if way == "persist raises":
-        rig.store.on_call = lambda call: rig.store.die() if call == "persist" else None
-    elif way == "a write before it fails":
-        rig.store.fails.add(KEYS[1])
-    elif way == "a write before it finds no room":
-        rig.store.max_blocks = 1
-    else:
-        rig.break_store()
-    rig.submit_write(KEYS[:2])
-    persisting = rig.tier.persist()
-    rig.settle()
-    assert persisting.settled and isinstance(persisting.error, StoreFailed)
-
-
 def test_a_reset_takes_what_was_submitted_before_it_and_nothing_that_was_submitted_after(make: Make) -> None:
     rig = make(False)
     rig.write(KEYS[:2])  # the store was seen to have these
@@ -296,17 +265,3 @@ def test_a_persist_behind_a_reset_does_not_mind_what_was_lost_before_it(make: Ma
     rig.store.gate.let()
     rig.settle()
     assert persisting.settled and persisting.error is None
-
-
-def test_a_reset_store_is_written_again(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:2])
-    reset = rig.tier.reset()
-    rig.settle()
-    assert reset.num_forgotten == 2 and rig.tier.usage().num_used == 0
-    rig.write(KEYS[:2])
-    assert rig.tier.usage().num_used == 2
-    rig.break_store()
-    reset = rig.tier.reset()
-    rig.settle()
-    assert reset.settled and isinstance(reset.error, StoreFailed) and reset.num_forgotten == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from penstock.figures import Traffic
 from penstock.kv.tiers.calls import Meter
-from penstock.kv.tiers.policy import STALE_S, LinkRate
+from penstock.kv.tiers.policy import LinkRate
 from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, Make, make
 
 __all__ = ["make"]
@@ -35,22 +35,6 @@ def test_of_reading_without_a_pause_a_part_is_measured_and_no_short_rest() -> No
     meter.begin(5.0)
     meter.end(5.1, 0)
     assert meter.rate.bytes_per_s == 1000.0, "nothing came"
-
-
-def test_a_rate_that_is_stale_is_hoped_for_by_one_reading(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:1])
-    rig.tier.counts.rate.add(BLOCK_BYTES, 4.0)
-    rig.clock.advance(STALE_S + 1)
-    assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 1.0
-    rig.store.gate.hold("read")
-    rig.submit_read(KEYS[:1])
-    assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 4.0
-    rig.store.gate.wait_came()
-    rig.clock.advance(2.0)
-    rig.store.gate.let()
-    rig.settle()
-    assert rig.tier.counts.rate.seconds(BLOCK_BYTES) == 2.0
 
 
 def test_the_report_tells_all_of_it(make: Make) -> None:

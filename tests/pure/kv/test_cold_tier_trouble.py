@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers.calls import BreakerState, Way
 from penstock.kv.tiers.store import Outcome
-from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
+from tests.pure.kv.cold_rig import KEYS, SOON_S, Make, Rig, Woken, are_over, make
 
 DONE, FAILED = Outcome.DONE, Outcome.FAILED
 __all__ = ["make"]
@@ -312,23 +312,6 @@ def test_a_probe_that_cannot_be_submitted_is_tried_again(
     assert rig.tier.usable
 
 
-@pytest.mark.parametrize(
-    ("answer", "raised"), [(None, TypeError), (-1, InvariantBroken), (3, InvariantBroken)]
-)
-def test_an_answer_that_is_none_surfaces_and_nobody_waits_for_it(
-    make: Make, answer: int, raised: type[Exception]
-) -> None:
-    rig = make()
-    rig.tier.wake = woken = Woken()
-    rig.store.find = lambda keys: answer  # type: ignore[method-assign]
-    finding = rig.tier.find(KEYS[:2], 1e9)
-    woken.wait_for(1)
-    assert finding.ready and finding.num == 0
-    with pytest.raises(raised):
-        rig.settle()
-    assert rig.tier.settle() == [] and len(rig.tier.findings) == 0 and rig.tier.usable
-
-
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
@@ -358,53 +341,3 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
     assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
     assert len(rig.tier.readings) == len(rig.tier.writings) == 0
     assert rig.write(KEYS[10:14]).done_keys == KEYS[10:14] and rig.read(KEYS[10:14]) == [DONE] * 4
-
-
-@pytest.mark.parametrize("way", ["read", "write"])
-def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queue(
-    make: Make, way: str
-) -> None:
-    rig = make()
-    rig.write(KEYS[:2])
-    view = rig.tier.calls._view
-
-    def broken(slot: int) -> memoryview:
-        raise MemoryError
-
-    rig.tier.calls._view = broken
-    if way == "read":
-        reading, _ = rig.submit_read(KEYS[:2])
-        rig.tier.drain(SOON_S)
-        with pytest.raises(MemoryError):
-            [group.take_outcomes() for group in reading]
-        assert [list(group.take_outcomes()) for group in reading] == [[FAILED, FAILED]]
-    else:
-        writing = rig.submit_write(KEYS[4:6])
-        rig.tier.drain(SOON_S)
-        with pytest.raises(MemoryError):
-            rig.tier.settle()
-        assert rig.tier.settle() == [writing] and writing is not None and writing.done_keys == []
-    assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
-    rig.tier.calls._view = view
-    assert rig.read(KEYS[:2]) == [DONE] * 2
-
-
-@pytest.mark.parametrize(
-    "raised", [OSError("bad"), InvariantBroken("ours")], ids=lambda value: type(value).__name__
-)
-def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Exception) -> None:
-    """The rate is that of bytes over the time in which something was under way."""
-    rig = make(num_readers=1)
-    rig.write(KEYS[:2])
-    rig.store.raises = raised
-    reading, _ = rig.submit_read(KEYS[:2])
-    rig.tier.drain(SOON_S)
-    raised_by(lambda: [group.take_outcomes() for group in reading])
-    rig.store.raises = None
-    rig.clock.advance(1000.0)
-    rig.tier.settle()
-    rig.settle()
-    assert rig.tier.usable
-    rig.store.on_call = lambda call: rig.clock.advance(1.0)
-    assert rig.read(KEYS[:2]) == [DONE] * 2
-    assert rig.tier.counts.rate.seconds(2 * BLOCK_BYTES) == pytest.approx(1.0)

@@ -13,10 +13,9 @@ from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.transfer import Transfer
-from penstock.lanes.lane import POLL_MOST_S
 from penstock.testing.stores import HandClock
 from tests.pure.kv.stacked_rig import Stacked
-from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig, leased
+from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig
 
 NOW_S = 1e9  # later than any machine's own time: nothing is overdue by accident
 SAVE_PATIENCE_S, ASK_PATIENCE_S = saves_module._PATIENCE_S, reads_module.PATIENCE_S
@@ -87,40 +86,3 @@ def test_a_load_and_each_of_its_parts_are_due_together(clock: HandClock) -> None
 
 
 # ------------------------------------------------------------------------------------------ said of both ways
-
-
-def test_traffic_and_the_next_look_are_those_of_both_ways(clock: HandClock) -> None:
-    rig = Rig(load_always=True)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    assert rig.cache.look_again_s == POLL_MOST_S
-    hold, more = rig.hold(2, "load"), rig.computed(KEYS[4:6], "save")
-    lease = leased(rig, KEYS[:2])
-    for number, mover in enumerate((rig.saves.mover, rig.loads.mover)):
-        mover.look_again_s = lambda number=number: 0.25 + number  # type: ignore[method-assign,misc]
-    assert rig.cache.look_again_s == 0.25
-    rig.saves.mover.look_again_s = lambda: 2.5  # type: ignore[method-assign]
-    assert rig.cache.look_again_s == 1.25, "whichever comes first"
-    rig.saves.offer(more, 0, KEYS[4:6], None)
-    rig.saves.submit()
-    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 0, ("device", "host"): 1}
-    rig.promote(hold, lease, 2)
-    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 1, ("device", "host"): 1}
-    rig.land()
-    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 0, ("device", "host"): 0}
-    hold.end()
-    more.end()
-    rig.close()
-
-
-@pytest.mark.parametrize(("num_next", "layered"), [(7, False), (8, True), (9, True)])
-def test_a_step_of_just_enough_tokens_starts_on_the_first_layers(num_next: int, layered: bool) -> None:
-    rig = Rig(overlap_tokens=8, load_always=True)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    hold = rig.hold(2)
-    promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2, num_next)
-    rig.land()
-    assert promotion.layered == layered and (len(promotion.copies[0].groups) > 1) == layered
-    hold.end()
-    rig.close()

@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import reads as reads_module
-from tests.pure.kv.stacked_rig import GROUP, Stacked
+from tests.pure.kv.stacked_rig import Stacked
 
 EIGHT = 8
 Story = Callable[[Stacked], BlockTable]
@@ -206,20 +206,6 @@ def test_a_drain_waits_for_no_load_but_that_of_its_slots() -> None:
         rig.cache.drain(1.0, table.hold.slots)
         assert load.settled and not slow.settled and slow.num_sent == 0  # type: ignore[union-attr]
     rig.end(table, other)
-
-
-def test_what_a_load_has_brought_already_is_not_waited_for() -> None:
-    rig = Stacked()
-    rig.remembered(EIGHT, tiers=("ssd",))
-    table, load = rig.load(EIGHT)
-    rig.read(0)
-    rig.copy()
-    assert load.num_landed == GROUP
-    with held(rig, "read"):
-        rig.cache.drain(0.0, table.hold.slots[:GROUP])
-        assert load.num_sent == GROUP
-        drain_in_vain(rig, table.hold.slots[GROUP:])
-    rig.end(table)
 
 
 def test_slots_of_a_table_that_has_ended_are_not_the_loads_any_more() -> None:

@@ -15,12 +15,9 @@ from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.blocks import eviction
 from penstock.kv.blocks.eviction import (
-    TOKENS_TO_DOUBLE,
     EvictionOrder,
     LruOrder,
-    ReturningOrder,
     make_order,
-    prefill_cost,
 )
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
@@ -66,19 +63,6 @@ def run(pool: BlockPool, keys: Sequence[bytes]) -> int:
 def test_an_unknown_policy_is_refused_by_name():
     with pytest.raises(ConfigError, match=f"{', '.join(EVICTIONS)}, got 'random'"):
         make_order("random", 4)
-
-
-@EVERY
-def test_a_block_that_is_used_all_the_time_outlives_a_stream_of_others(name):
-    order = make_order(name, 8)
-    come(order, [0], "system prompt")
-    free = list(range(1, 8))
-    for number in range(200):
-        use(order, [0])
-        if len(free) < 2:
-            free += order.pop(2 - len(free))
-            assert 0 not in free, f"after {number} others"
-        come(order, [free.pop(0), free.pop(0)], number)
 
 
 @EVERY
@@ -146,17 +130,6 @@ def test_returning_a_block_that_left_by_another_way_than_eviction_is_known_as_we
     assert pool.evict(6) == 6 and len(pool.find([key("moved")])) == 1
 
 
-def test_returning_a_beginning_whose_key_was_not_remembered_does_not_go_before_its_continuation():
-    order = ReturningOrder(8)
-    keys = [key("chain", depth) for depth in range(4)]
-    order.sealed(as_run([2, 3]), keys[2:], [2, 3])  # only these come again
-    order.sealed(as_run(range(4)), keys, range(4))
-    order.add(as_run([3, 2, 1, 0]))
-    order.remove(as_run([1, 0]))
-    order.add(as_run([1, 0]))  # a transfer had pinned them
-    assert order.pop(4) == [3, 2, 1, 0]
-
-
 @pytest.mark.parametrize("num_blocks", [40, 4000])
 def test_a_long_run_is_few_lots_however_long_it_is(num_blocks):
     """What is done for a run is done once: a conversation of many turns is in one lot, with what was new in
@@ -182,11 +155,6 @@ def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_anothe
 
 
 # ------------------------------------------------------------------------------------------------------- cost
-
-
-def test_a_token_at_the_given_depth_costs_twice_the_first():
-    first, there = prefill_cost(1), prefill_cost(TOKENS_TO_DOUBLE + 1) - prefill_cost(TOKENS_TO_DOUBLE)
-    assert there / first == pytest.approx(2, rel=1e-3)
 
 
 def test_an_order_whose_books_are_wrong_says_so_instead_of_looking_for_ever() -> None:

@@ -3,33 +3,13 @@ arrivals."""
 
 from __future__ import annotations
 
-import pytest
-
-from penstock.kv.blocks.eviction import _NUM_CLASSES, CostOrder, LruOrder
+from penstock.kv.blocks.eviction import LruOrder
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import as_run
 from penstock.kv.tiers.host import HostTier
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
-
-
-def sealed(order: CostOrder, slot: int, number: int, depth: int = 0) -> None:
-    order.sealed(as_run([slot]), [key(number)], [depth])
-
-
-@pytest.mark.parametrize("depth", [10**6, 10**8, 10**12])
-def test_cost_no_chain_is_too_dear_for_the_dearest_class(depth: int) -> None:
-    order = CostOrder(4, block_tokens=128)
-    sealed(order, 0, 0, depth)
-    sealed(order, 1, 1)
-    for _ in range(40):
-        order.hit(as_run([0]))
-    order.add(as_run([0]))
-    order.add(as_run([1]))
-    assert order._class_of[0] == _NUM_CLASSES - 1
-    assert order.pop(2) == [1, 0]
 
 
 def test_what_a_lease_finds_is_told_to_the_order_of_eviction() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-import pytest
-
-from penstock.errors import InvariantBroken
 from penstock.kv.blocks.pool import BlockPool
 
 
@@ -74,13 +71,3 @@ def test_a_block_whose_key_lives_elsewhere_is_not_told():
         ("sealed", [0], [key(1)], [0]),
         ("sealed", [1, 3], [key(0), key(2)], [7, 9]),
     ]
-
-
-def test_a_seal_with_the_wrong_number_of_depths_changes_nothing():
-    order = Listening()
-    pool = BlockPool(2, "device", eviction=order)
-    hold = pool.hold("a")
-    pool.try_reserve(2, "a").commit(hold)
-    with pytest.raises(InvariantBroken, match="depths"):
-        pool.seal([0, 1], [key(0), key(1)], [0])
-    assert pool.num_keys == 0 and not any(told[0] == "sealed" for told in order.told)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.contract import Match
-from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
+from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers import reads as reads_module
@@ -93,14 +93,6 @@ def test_where_nothing_is_to_be_read_there_is_none() -> None:
     assert KvCache(Stacked().pool, rig.cache.scope).prefetch(rig.prefix(4), "reader") is None, (
         "there are no other tiers"
     )
-
-
-def test_a_gap_that_nobody_has_ends_it_before() -> None:
-    rig = from_ssd()
-    rig.stores["ssd"].lose(rig.keys(EIGHT)[3])
-    assert fetching(rig).num_blocks == 3, "what lies behind a block that is computed is computed, too"
-    rig.flow()
-    rig.end()
 
 
 def test_it_is_not_begun_where_computing_is_faster() -> None:
@@ -196,32 +188,6 @@ def test_of_a_long_prefix_the_first_blocks_that_fit_are_read() -> None:
     rig.end()
 
 
-def test_so_many_are_under_way_and_no_more() -> None:
-    rig = Stacked(num_host=HOST)
-    for name in "abcde":
-        rig.put("ssd", rig.keys(1, name))
-    first = [fetching(rig, 1, name) for name in "abcd"]
-    assert rig.cache.prefetch(rig.prefix(1, "e"), "fifth") is None and not rig.cache.may_prefetch
-    rig.flow()
-    assert all(fetch.settled for fetch in first) and rig.cache.may_prefetch
-    fetching(rig, 1, "e")
-    rig.flow()
-    rig.end()
-
-
-def test_the_books_show_fetches_that_have_taken_too_much() -> None:
-    rig = from_ssd(12)
-    fetch = fetching(rig, 12)
-    private = rig.host.take(rig.keys(2, "b"), [0, 1], fetch.label)
-    fetch.room.keys += private.keys
-    with pytest.raises(InvariantBroken, match="1 fetches have reserved 10 of 32 host slots"):
-        rig.cache.check()
-    del fetch.room.keys[-2:]
-    rig.host.drop(private)
-    rig.flow()
-    rig.end()
-
-
 def test_blocks_of_a_prefix_do_not_make_room_for_those_that_follow() -> None:
     rig = Stacked(num_host=8)
     rig.remembered(4, tiers=("host",))
@@ -249,23 +215,6 @@ def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
 # ----------------------------------------------------------------------------------------------- what ends it
 
 
-@pytest.mark.parametrize("num_read", range(5))
-def test_a_tier_that_dies_under_way_brings_what_it_had_read(num_read: int) -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    rig.read(*(number % 2 for number in range(num_read)))
-    rig.stores["ssd"].die()
-    rig.flow()
-    assert fetch.settled and fetch.num_came == num_read * GROUP and rig.host.pool.counts.reserved == 0
-    assert (fetch.num_came == fetch.num_blocks) == (num_read == 4)
-    if num_read < 4:
-        assert not rig.tiers["ssd"].usable and rig.cache.prefetch(rig.prefix(EIGHT), "next") is None, (
-            "it is fenced off"
-        )
-    rig.stores["ssd"].raises = None
-    rig.end()
-
-
 def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> None:
     rig = from_ssd()
     fetch = fetching(rig)
@@ -277,26 +226,6 @@ def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> N
     )
     rig.flow()
     assert fetch.settled and not fetch.overdue and fetch.num_came == 2 * GROUP < fetch.num_blocks
-    rig.end()
-
-
-@pytest.mark.parametrize("num_read", range(5))
-def test_a_cancel_at_any_moment_lets_land_what_is_being_read_and_reads_no_more(num_read: int) -> None:
-    rig = from_ssd()
-    rig.tiers["ssd"].counts.rate = LinkRate()  # never measured: two groups at a time
-    fetch = fetching(rig)
-    for number in range(num_read):
-        rig.read(number % 2)
-    fetch.end()
-    fetch.end()
-    rig.cache.settle()
-    rig.check()
-    under_way = min(2, 4 - num_read) * GROUP
-    assert rig.host.pool.counts.reserved == under_way and fetch.settled == (under_way == 0)
-    rig.flow()
-    assert (
-        fetch.settled and sum(rig.host_has(rig.keys(EIGHT))) == fetch.num_came == num_read * GROUP + under_way
-    )
     rig.end()
 
 
@@ -340,18 +269,6 @@ def test_what_a_reset_has_forgotten_is_not_published_whoever_ends_it_later(later
     rig.flow()
     assert fetch.settled and fetch.num_came == 0 and rig.host.pool.counts.reserved == 0
     rig.end(*tables)
-
-
-def test_a_close_under_way_reads_no_further_and_leaves_nothing() -> None:
-    rig = from_ssd()
-    reads = count_reads(rig)
-    fetch = fetching(rig)
-    rig.cache.close()
-    assert (
-        fetch.settled
-        and reads == Counter(rig.keys(2 * GROUP))
-        and all(store.closed for store in rig.stores.values())
-    )
 
 
 # -------------------------------------------------------------------------------------------- drain and check
@@ -416,31 +333,6 @@ def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(
     monkeypatch.setattr(rig.host, "pin_each", after_an_eviction)
     rig.flow()
     assert load.num_landed == 2 and rig.device_has(2) == [True] * 2
-    rig.end(table)
-
-
-@pytest.mark.parametrize("lost", range(4))
-def test_a_load_ends_before_a_block_that_the_fetch_could_not_read(lost: int) -> None:
-    rig = from_ssd()
-    rig.stores["ssd"].fails.add(rig.keys(EIGHT)[lost])
-    fetching(rig)
-    table, load = rig.load(EIGHT)
-    assert len(load.awaited) == 2 * GROUP
-    rig.flow()
-    assert load.over and load.num_landed == load.limit == lost and isinstance(load.error(), TransferFailed)
-    rig.fill(table, EIGHT)
-    rig.end(table)
-
-
-def test_a_load_does_not_wait_for_a_fetch_that_is_late() -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    fetch.deadline_s = 0.0
-    with held(rig, "read"):
-        table, load = rig.load(EIGHT)
-        assert load.settled and load.num_landed == 0, "its request computes"
-        rig.fill(table, EIGHT)
-    rig.flow()
     rig.end(table)
 
 

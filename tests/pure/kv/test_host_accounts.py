@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from penstock.kv.tiers.cold import Finding
-from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
-from tests.pure.kv.test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
+from penstock.kv.tiers.host import ABSENT, Displaces
+from tests.pure.kv.test_host_tier import KEYS, fill, leased, new_tier, taken
+
 
 @pytest.mark.parametrize(
     ("displaces", "most", "num_taken", "expected"),
@@ -48,24 +48,6 @@ def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
         tier.drop(each)
     assert pin is not None
     pin.end()
-    tier.close()
-
-
-def test_a_lease_that_has_run_out_has_nothing_in_any_tier_and_cannot_be_claimed() -> None:
-    clock = Clock()
-    tier = new_tier(clock=clock)
-    fill(tier, KEYS[:2])
-    found = Finding()
-    found.answer(2)
-    waiting, claimed = leased(tier, KEYS[:4]), leased(tier, KEYS[:4])
-    waiting.parts = claimed.parts = (Part("ssd", [2, 3], found),)
-    assert waiting.runs_from(0) == [("host", 2), ("ssd", 2)] and claimed.claim(0, 2)
-    clock.now_s += LEASE_S + 2.0
-    tier.expire()
-    for lease in (waiting, claimed):
-        assert lease.runs_from(0) == [] and lease.num_from(0) == 0 and lease.ready and not lease.parts
-        assert not lease.claim(0, 0) and lease.take() is None
-    assert tier.pool.num_unwanted == tier.num_slots
     tier.close()
 
 

@@ -79,21 +79,6 @@ def test_what_a_transfer_reads_has_left_its_lease_and_does_not_expire() -> None:
     tier.close()
 
 
-def test_leases_are_looked_at_now_and_then_and_not_every_time() -> None:
-    clock = Clock()
-    tier = new_tier(clock=clock)
-    tier.expire()
-    fill(tier, KEYS[:1])
-    lease = leased(tier, KEYS[:1])
-    lease.deadline_s = clock.now_s
-    clock.now_s += 0.5
-    tier.expire()
-    assert not lease.expired
-    clock.now_s += 0.6
-    tier.expire()
-    assert lease.expired
-
-
 # --------------------------------------------------------------------------------------------- writing blocks
 
 

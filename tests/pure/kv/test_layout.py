@@ -19,12 +19,6 @@ def test_a_block_has_the_bytes_of_all_layers():
     assert QWEN.block_bytes == int(2.25 * 1024 * 1024)
 
 
-def test_a_run_of_layers_is_one_extent():
-    assert QWEN.extent((0, 36)) == (0, QWEN.block_bytes)
-    assert QWEN.extent((9, 18)) == (9 * QWEN.layer_bytes, 9 * QWEN.layer_bytes)
-    assert QWEN.extent((4, 4)) == (4 * QWEN.layer_bytes, 0)
-
-
 @pytest.mark.parametrize("layers", [(-1, 3), (3, 2), (0, 37)])
 def test_layers_that_are_not_there_have_no_extent(layers):
     with pytest.raises(InvariantBroken):

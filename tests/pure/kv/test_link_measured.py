@@ -14,7 +14,7 @@ from penstock.kv.tiers import loads, reads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
 from penstock.testing.stores import HandClock
-from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYOUT, Rig
+from tests.pure.kv.storage_rig import BLOCK, LAYOUT
 from tests.pure.kv.test_cache_tiers import Cached
 
 TWO = 2 * LAYOUT.block_bytes
@@ -133,22 +133,3 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
 
 
 # ------------------------------------------------------------------------------------------------------ saves
-
-
-def test_a_save_that_copies_nothing_is_not_timed() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    before = rig.cache.stats().traffic
-    again = rig.computed(KEYS[2:3])
-    rig.saves.offer(again, 0, KEYS[:1], None)  # host memory has it
-    rig.saves.submit()
-    assert rig.cache.num_in_flight == 1
-    rig.land()
-    after = rig.cache.stats().traffic
-    assert rig.cache.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (
-        before.bytes,
-        before.seconds,
-        {},
-    )
-    again.end()
-    rig.close()

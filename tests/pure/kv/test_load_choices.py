@@ -72,25 +72,6 @@ def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_fa
     rig.end()
 
 
-@pytest.mark.parametrize("num_needed", [1, 2, 3])
-def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(num_needed: int) -> None:
-    """Device and host memory are full, and two running requests have copies in host memory that they do not
-    need."""
-    rig = Full(num_device=8, num_host=4)
-    rig.idle(KEYS[:4])
-    tables = [rig.table(KEYS[first : first + 2]) for first in (0, 2)]
-    rig.alone(KEYS[10:14])
-    assert rig.host.pool.num_keys == 4 and rig.pool.num_free == 0
-    assert not rig.cache.make_room(num_needed, 0)
-    assert rig.host.pool.num_keys == 4 - num_needed, "what is not needed stays where it is"
-    rig.land()
-    assert rig.pool.num_free == num_needed and rig.cache.make_room(num_needed, 0)
-    assert len(rig.everywhere()) == 8, "nothing was lost"
-    for table in tables:
-        table.release(None)
-    rig.close()
-
-
 @pytest.mark.parametrize("postpones", [True, False])
 def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bool) -> None:
     """Host memory forgets the deepest of a prefix first, whichever way it came there."""

@@ -16,23 +16,6 @@ from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 # ---------------------------------------------------------------------------------------------------- promote
 
 
-def test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[:3]).end()
-    rig.pool.evict(8)
-    hold = rig.hold(2)
-    lease = leased(rig, [KEYS[0], KEYS[1], KEYS[2]])
-    promotion = rig.promote(hold, lease, 2)
-    assert len(rig.host.leases) == 0 and rig.host.pool.counts.pinned == 3, "all that the lease had"
-    rig.save(KEYS[5:6], "other").end()
-    assert rig.in_host(KEYS[5:6]) == [None], "the sources are not evicted for it"
-    assert promotion.settled or rig.land() == [promotion]
-    assert [rig.device.cells[slot] for slot in hold.slots] == [[KEYS[0]] * LAYERS, [KEYS[1]] * LAYERS]
-    assert rig.host.pool.counts.idle == 3
-    hold.end()
-    rig.close()
-
-
 def test_a_promotion_comes_by_groups_of_layers_where_a_step_can_begin_on_the_first() -> None:
     rig = Rig(overlap_tokens=8)
     rig.save(KEYS[:2]).end()
@@ -156,45 +139,6 @@ def test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_
     assert [rig.device.cells[slot][0] for slot in again.slots] == [KEYS[0], KEYS[1], "request 0"]
     assert rig.host.pool.counts.reserved == 0 and len(rig.host.leases) == 0, "nobody else could use the tail"
     again.end()
-    rig.close()
-
-
-def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[:2], "before").end()
-    rig.pool.evict(8)
-    lease = retracted(rig, 2, 1, 9)
-    rig.land()
-    assert rig.saves.mover.counts.num_blocks == 3
-    rig.save(KEYS[5:7], "other").end()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
-    lease.end()
-    rig.close()
-
-
-def test_a_retraction_that_finds_the_host_full_keeps_what_there_was_room_for() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[8:9], "other").end()
-    held = leased(rig, KEYS[8:9])
-    lease = retracted(rig, 1, 2, 2 * BLOCK + 1)
-    rig.land()
-    assert lease.ready and lease.num_from(0) == 1, "the tail is all or nothing"
-    assert rig.host.counts.skipped_full == 2
-    for each in (lease, held):
-        each.end()
-    rig.close()
-
-
-def test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there() -> None:
-    rig = Rig()
-    rig.save(KEYS[:1], "before").end()
-    rig.save_copier.fail_next = 1
-    lease = retracted(rig, 2, 1, 9, [KEYS[0], KEYS[1]])
-    rig.land()
-    assert lease.ready and [lease.num_from(block) for block in range(3)] == [1, 0, 0]
-    assert rig.in_host(KEYS[:2]) == [KEYS[0], None]
-    lease.end()
-    assert rig.host.pool.counts.reserved == 0
     rig.close()
 
 

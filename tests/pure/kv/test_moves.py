@@ -81,18 +81,6 @@ def test_those_that_would_be_next_leave_with_the_first_that_has_to() -> None:
     rig.close()
 
 
-def test_nothing_leaves_early_where_the_first_can_be_forgotten() -> None:
-    rig = Full(num_device=6)
-    rig.idle(KEYS[:2])
-    rig.alone(KEYS[2:6])
-    assert rig.cache.make_room(2, 0, 4) and rig.cache.num_in_flight == 0
-    assert not rig.cache.make_room(3, 2, 3) and rig.pool.counts.pinned == 4, (
-        "what host memory has need not leave"
-    )
-    rig.land()
-    rig.close()
-
-
 def test_what_can_be_forgotten_ends_before_the_first_that_only_the_device_has() -> None:
     rig = Full(num_device=6)
     rig.idle(KEYS[:3])

@@ -60,21 +60,3 @@ def test_what_is_sealed_is_saved_nowhere_and_found_on_the_device_alone(cache: Kv
     cache.reset()
     assert cache.lease("other", prefix_of(cache)) is None
     cache.close()
-
-
-def test_room_is_there_and_no_want_is_dropped_for_it(cache: KvCache) -> None:
-    """Whatever is evicted is lost in any case: nobody waits for it to be saved, and nothing is evicted before
-    it has to be."""
-    computed(cache).release(None)
-    want = cache.want(prefix_of(cache).keys, 1.0)
-    assert want is not None and cache.make_room(4, 0, 2)
-    cache.free_up(4)
-    assert want.protects and cache.num_free == 0 and cache._pool.counts.idle == 4
-    want.end()
-    cache.close()
-
-
-def test_the_order_of_requests_does_not_follow_what_computing_takes(cache: KvCache) -> None:
-    cache.prefill.add(1000, 0.0, 1.0)
-    assert cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing is cheaper to start than anything else"
-    cache.close()

@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ConfigError, HandleEnded, IllegalTransition, InvariantBroken, Leaked
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotCounts, as_run
+from penstock.kv.blocks.slots import as_run
 from tests.pure.kv.kv_fakes import FakeLane, Heard
 
 KEYS = [bytes([i]) * 16 for i in range(32)]
@@ -101,21 +101,6 @@ def test_a_pool_may_hold_nothing_and_cannot_hold_less():
         BlockPool(-1, "host")
 
 
-# Holds invariant 15: the first copy keeps the key.
-def test_the_first_writer_of_a_key_wins_and_the_later_copy_leaks_nothing():
-    pool = BlockPool(4, "device")
-    one, two = draw(pool, 2, "one"), draw(pool, 2, "two")
-    assert pool.seal(one.slots, KEYS[:2]) == 2
-    assert pool.seal(two.slots, [KEYS[0], KEYS[5]]) == 1
-    assert pool.num_duplicates == 1
-    assert pool.find(KEYS[:1]) == [one.slots[0]]
-    two.end()
-    assert pool.counts == SlotCounts(free=1, reserved=0, active=2, pinned=0, idle=1)
-    one.end()
-    pool.check()
-    pool.close()
-
-
 @pytest.mark.parametrize("protection", ["hold", "pin", "reservation"])
 def test_an_order_that_offers_a_protected_block_is_stopped_by_the_transition_table(protection):
     pool = BlockPool(4, "device")
@@ -129,18 +114,6 @@ def test_an_order_that_offers_a_protected_block_is_stopped_by_the_transition_tab
     pool.idle.add(as_run(slots))
     with pytest.raises(IllegalTransition, match="EVICT"):
         pool.evict(2)
-
-
-def test_a_destination_that_is_given_up_while_a_transfer_writes_stays_pinned_until_the_transfer_ends():
-    pool = BlockPool(2, "device")
-    reservation = pool.try_reserve(2, "promote")
-    pin = pool.pin(reservation.slots, "promote")
-    assert pool.counts.reserved == 2
-    reservation.rollback()
-    assert pool.counts.pinned == 2
-    assert pool.try_reserve(1, "other") is None
-    pin.end()
-    assert pool.counts.free == 2
 
 
 def test_what_is_not_trusted_yet_can_be_neither_sealed_nor_shared():
@@ -168,21 +141,6 @@ def test_a_slot_is_sealed_once():
     assert pool.num_keys == 1
     with pytest.raises(InvariantBroken, match="1 slots cannot be sealed with 2 keys"):
         pool.seal(hold.slots[1:], KEYS[1:3])
-
-
-def test_the_fence_of_its_last_use_travels_with_a_slot():
-    pool, compute = BlockPool(2, "device"), FakeLane("compute")
-    hold = draw(pool, 2)
-    fence = compute.record()
-    hold.end(fence)
-    reservation = pool.try_reserve(1, "next")
-    assert reservation.after == (fence,)
-    reservation.rollback()  # nobody waited for it: it still counts for whoever comes next
-    again = pool.try_reserve(2, "next")
-    assert again.after == (fence,)
-    again.rollback()
-    compute.pass_all()
-    assert pool.try_reserve(2, "last").after == ()
 
 
 def test_what_a_hold_has_shown_never_changes_and_cannot_be_written():

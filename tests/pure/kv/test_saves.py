@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import InvariantBroken, LaneClosed
+from penstock.errors import InvariantBroken
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.saves import Save
@@ -74,45 +74,6 @@ def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> 
     assert not rig.saves.mover.flying
     on_its_way.end()
     alone.end()
-    rig.close()
-
-
-def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pins_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(saves, "_MOVE_BLOCKS", 3)
-    rig = Rig()
-    hold = rig.computed(KEYS[:7])
-    rig.saves.save(KEYS[:7], None)
-    assert [len(offered(save)) for save in rig.saves.mover.flying] == [3, 3, 1]
-    rig.land()
-    assert rig.in_host(KEYS[:7]) == KEYS[:7]
-    hold.end()
-    other = rig.hold(1)
-    other.end()
-    again = Rig()
-    hold = again.computed(KEYS[:4])
-    again.lane("launch save").close()
-    with pytest.raises(LaneClosed):
-        again.saves.save(KEYS[:4], None)
-    assert again.pool.counts.pinned == 0
-    hold.end()
-    rig.close()
-
-
-def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_waits_for_it_or_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:3])
-    rig.saves.offer(hold, 0, KEYS[:1], None, due=True)
-    rig.saves.offer(hold, 1, KEYS[1:3], None)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
-        rig.saves.submit()
-    assert not rig.saves.mover.flying and not rig.saves.pins() and rig.saves.num_late == 3
-    hold.end()
-    assert rig.pool.counts.idle == 3 and rig.pool.counts.pinned == 0
     rig.close()
 
 

@@ -355,49 +355,6 @@ def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
         here.take("one")
 
 
-def test_one_that_the_disk_never_gives_out_can_be_deleted(
-    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, _ = machines
-    here.take("one", ttl_s=5.0)
-    here.shared.clear()
-    inner = MemoryStore.read_manifest
-
-    def failing(store: MemoryStore, id: str) -> Any:
-        if store.name == "ssd":
-            raise StoreFailed("it cannot be read")
-        return inner(store, id)
-
-    monkeypatch.setattr(MemoryStore, "read_manifest", failing)
-    here.restart()
-    with pytest.raises(StoreFailed, match="it cannot be read"):
-        here.find("one")
-    here.heal()
-    with pytest.raises(SnapshotMissing):
-        here.registry.delete("two", "")
-    monkeypatch.setattr(here.rig.tiers["ssd"].calls.breaker, "fail", lambda entered: False)
-    here.registry.delete("one", "")
-    assert not here.on_disk and here.registry.figures().damaged == 0
-
-
-@pytest.mark.parametrize("tier", ["ssd", "remote"])
-def test_who_deletes_one_is_told_where_a_store_does_not_answer_and_can_do_it_later(
-    machines: tuple[Machine, Machine], tier: str
-) -> None:
-    """It would be there again: when the store answers, or after a restart."""
-    here, _ = machines
-    here.take("talk")
-    here.rig.stores[tier].die()
-    with pytest.raises(StoreFailed):
-        here.registry.delete("talk", "")
-    here.heal()
-    assert names(here) == ["talk"] and here.num_pinned == 10 and here.registry.figures().deleted == 0
-    here.registry.delete("talk", "")
-    assert (
-        not here.on_disk and not here.shared and here.num_pinned == 0 and here.registry.figures().deleted == 1
-    )
-
-
 def test_time_that_passed_between_two_lives_counts(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,23 +478,6 @@ def test_one_whose_time_is_over_is_removed_only_while_it_is_there(
     store.on_call = look
     here.step()
     assert names(here) == names(there) == ["talk"] and here.find("talk").num_blocks == 2
-
-
-def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
-    machines: tuple[Machine, Machine],
-) -> None:
-    """An earlier process has left it, and the disk did not say so when it was asked."""
-    here, _ = machines
-    id = snapshot_id(tenant_of(""), "talk")
-
-    def fail() -> None:
-        here.on_disk[id] = b"of an earlier process"
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
-    assert names(here) == [] and here.on_disk == {id: b"of an earlier process"}
-    here.on_disk.clear()
 
 
 def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:

@@ -39,20 +39,6 @@ def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
     pool.check()
 
 
-def test_wanted_or_not_the_last_idle_ones_are_forgotten_and_no_more() -> None:
-    pool = BlockPool(5, "device")
-    slots = put(pool, KEYS[:4])
-    want, pin = pool.want(pool.find(KEYS[:4]), 1.0), pool.pin(slots[3:], "transfer")
-    assert pool.evict_these(slots, 0) == 0 and pool.evict_these(slots, -1) == 0
-    assert pool.evict_these(slots, 2) == 2
-    assert pool.find_each(KEYS[:4]) == [slots[0], -1, -1, slots[3]], "what a transfer uses stays"
-    assert want.gone.tolist() == [False, True, True, False]
-    pin.end()
-    assert pool.evict_these(slots, 9) == 2
-    want.end()
-    pool.check()
-
-
 def test_a_want_is_kept_where_nothing_has_changed_and_made_anew_where_something_has() -> None:
     pool = BlockPool(8, "device")
     put(pool, KEYS[:3])
@@ -67,22 +53,6 @@ def test_a_want_is_kept_where_nothing_has_changed_and_made_anew_where_something_
     assert again.protects and pool.num_unwanted == 4
     again.end()
     assert pool.num_unwanted == 8
-
-
-def test_a_block_that_came_back_to_another_place_is_wanted_there() -> None:
-    pool = BlockPool(8, "device")
-    slots = put(pool, KEYS[:3])
-    want = pool.want(pool.find(KEYS[:3]), 1.0)
-    pool.evict_these(slots, 1)
-    other = put(pool, KEYS[100:101])
-    hold = pool.hold("runs", other)
-    back = put(pool, KEYS[2:3], depth=2)
-    want = pool.want(pool.find(KEYS[:3], want), 1.0, want)
-    assert want.slots.tolist() == [*slots[:2], *back] and want.protects
-    assert pool.evict(8) == 3 and want.gone.all()
-    hold.end()
-    want.end()
-    pool.check()
 
 
 def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,23 +77,3 @@ def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch
     again = pool.want(pool.find(asked, want), 1.0, want)
     assert again.slots.tolist() == mine
     again.end()
-
-
-def test_an_own_answer_serves_where_the_index_has_forgotten_it() -> None:
-    pool = BlockPool(8, "device")
-    put(pool, KEYS[:4])
-    asked = KEYS[:6]
-    want = pool.want(pool.find(asked), 1.0)
-    for i in range(600):
-        pool.find((KEYS[i % 100 + 20],))
-    looked_up: list[int] = []
-    slot_of = pool.index.slot_of
-
-    class Counting(dict):  # type: ignore[type-arg]
-        def __getitem__(self, key: bytes) -> int:
-            looked_up.append(1)
-            return super().__getitem__(key)
-
-    pool.index.slot_of = Counting(slot_of)
-    assert len(pool.find(asked, want)) == 4 and looked_up == []
-    want.end()

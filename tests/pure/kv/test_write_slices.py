@@ -39,26 +39,3 @@ def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_be
     other = "remote" if tier == "ssd" else "ssd"
     assert rig.store_has(keys, tier) == [False] * 6 and rig.store_has(keys, other) == [True] * 6
     rig.end()
-
-
-def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What has left is taken note of some at a time. A flush of a few blocks is over before that."""
-    monkeypatch.setattr(writeback, "_GONE_AT_ONCE", 1)
-    rig = Stacked("ssd", admission="reuse")
-    for name in "ba":
-        rig.ran(4, name).release(None)
-        rig.flow()
-        rig.forget_device()
-        if name == "b":
-            assert rig.persisted().error is None
-    flush = rig.cache.persist()
-    assert flush is not None
-    _, pin = rig.host.pin_each(rig.keys(4)[:1], "a request")
-    rig.cache.reset(["host"])
-    rig.flow()
-    assert rig.store_has(rig.keys(4)) == [True, False, False, False]
-    assert flush.settled and flush.error is not None and "3 of 4 blocks" in str(flush.error)
-    pin.end()
-    rig.end()

@@ -53,23 +53,3 @@ def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(
     rig.flow()
     assert sum(counted.values()) == SIX, "it is there"
     rig.end()
-
-
-def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Stacked("ssd", admission="reuse")
-    rig.remembered(SIX)
-    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
-    keys = rig.keys(SIX)
-    persisting = rig.cache.persist()
-    assert persisting is not None
-    rig.first.fails = {keys[0]}
-    rig.cache.settle()
-    rig.run("write ssd")
-    assert rig.store_has(keys[:1]) == [False] and persisting.lost == {keys[0]} and persisting.sync is None
-    rig.first.fails = set()
-    table, _ = rig.promote_all(SIX)  # asked for again, so that it is written again
-    rig.flow()
-    assert persisting.settled and persisting.error is None and rig.store_has(keys) == [True] * SIX
-    rig.end(table)

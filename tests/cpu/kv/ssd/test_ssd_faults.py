@@ -18,16 +18,13 @@ import pytest
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
 from penstock.kv.tiers.ssd.directory import FULL, SECTOR_BYTES, DiskIo
-from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.store import _GONE, _STRIKES, SsdStore
 from penstock.kv.tiers.ssd.survey import verify
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 from tests.cpu.kv.ssd.ssd_rig import (
-    BLOCK_BYTES,
     WAIT_S,
     HookedDisk,
-    abandon,
     fails,
     max_bytes_for,
     num_bytes_in,
@@ -106,40 +103,6 @@ def test_a_file_that_cannot_be_read_at_start_is_left_alone_and_counts(
     assert num_open() == before
     store = open_at(filled)
     assert those_in(store, range(40)) == missing and read(store, *missing) == [DONE] * len(missing)
-    store.close()
-
-
-def test_a_head_that_cannot_be_read_costs_no_other_and_a_bad_disk_is_not_tried_for_long(
-    tmp_path: Path,
-) -> None:
-    """Heads are read many at once, then one by one. Each failure may take seconds."""
-    store = open_at(tmp_path, num_slots=2400)
-    write(store, *range(2400))
-    there = those_in(store, range(2400))
-    num_groups = sum(len(list(segment.groups())) for segment in store._now.segments)
-    store.close()
-    bad, failed = SECTOR_BYTES + 40 * slot_bytes(BLOCK_BYTES), list[int]()
-
-    def bad_sector(fd: int, buffers: list[memoryview], offset: int) -> None:
-        if offset <= bad < offset + sum(map(len, buffers)):
-            failed.append(offset)
-            raise OSError(EIO, "medium error")
-
-    store = open_at(tmp_path, num_slots=2400, io=HookedDisk(preadv=bad_sector))
-    num_files = len(segment_paths(tmp_path))
-    assert len(failed) == 2 * num_files, "with others, and alone"
-    assert len(there - those_in(store, range(2400))) == num_files
-    abandon(store)
-    failed.clear()
-
-    def bad_disk(fd: int, buffers: list[memoryview], offset: int) -> None:
-        if offset >= SECTOR_BYTES:
-            failed.append(offset)
-            raise OSError(EIO, "medium error")
-
-    store = open_at(tmp_path, num_slots=2400, io=HookedDisk(preadv=bad_disk))
-    assert num_groups < len(failed) <= num_groups * (1 + 8) < 2400
-    assert not those_in(store, range(2400))
     store.close()
 
 
@@ -458,19 +421,6 @@ def test_what_could_not_be_synced_is_synced_the_next_time(tmp_path: Path, failin
     store.close()
 
 
-def test_a_sync_that_fails_halfway_leaves_what_it_did_not_reach(tmp_path: Path) -> None:
-    """Those behind the file that failed are synced the next time, those before it are not synced again."""
-    store = open_at(tmp_path, io=(io := HookedDisk()))
-    write(store, *range(40))
-    io.hooks["fdatasync"] = lambda fd: fails(EIO)() if io.count("fdatasync") == 2 else None
-    with pytest.raises(StoreFailed):
-        store.persist()
-    store.persist()
-    num_files = len(segment_paths(tmp_path))
-    assert num_files > 2 and io.count("fdatasync") == num_files + 1
-    abandon(store)
-
-
 def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over_is_safe(
     tmp_path: Path,
 ) -> None:
@@ -492,13 +442,3 @@ def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over
 
 
 # ------------------------------------------------------------------------------------------------- at the end
-
-
-def test_a_closed_store_fails_and_can_be_closed_again(tmp_path: Path) -> None:
-    store = open_at(tmp_path)
-    write(store, 1)
-    store.close()
-    store.close()
-    for call in (lambda: read(store, 1), lambda: write(store, 2), store.persist, store.probe, store.reset):
-        with pytest.raises(StoreFailed, match="closed"):
-            call()

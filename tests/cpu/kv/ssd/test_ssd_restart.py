@@ -3,14 +3,12 @@ served."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd import segments as format_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
 from penstock.kv.tiers.ssd.segments import slot_bytes
@@ -32,19 +30,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
 )
 
 DONE = Outcome.DONE
-
-
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("end", ["closed", "killed"])
-def test_blocks_survive_a_restart(tmp_path: Path, end: str, eviction) -> None:  # type: ignore[no-untyped-def]
-    store = open_at(tmp_path, num_slots=80, eviction=eviction)
-    write(store, *range(60))
-    (store.close if end == "closed" else lambda: abandon(store))()
-    store = open_at(tmp_path, num_slots=80, eviction=eviction)
-    assert read(store, *range(60)) == [DONE] * 60
-    assert write(store, *range(100, 150)) + write(store, *range(150, 200)) == [DONE] * 100
-    store._now.index.check()
-    store.close()
 
 
 def test_the_order_of_eviction_survives_a_restart(tmp_path: Path) -> None:
@@ -225,20 +210,6 @@ def test_blocks_of_another_format_are_misses(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(format_module, "FORMAT", format_module.FORMAT + 1)
     store = open_at(tmp_path)
     assert those_in(store, range(10)) == set() and write(store, 1) == [DONE]
-    store.close()
-
-
-@pytest.mark.parametrize("size", [0, 100, SECTOR_BYTES, SECTOR_BYTES + 3 * slot_bytes(SPACE.block_bytes) + 7])
-def test_a_file_cut_short_is_extended_again_and_loses_what_was_cut(tmp_path: Path, size: int) -> None:
-    store = open_at(tmp_path, num_slots=80)
-    write(store, *range(8))
-    before = segment_paths(tmp_path)[0].stat().st_size
-    store.close()
-    os.truncate(segment_paths(tmp_path)[0], size)
-    store = open_at(tmp_path, num_slots=80)
-    assert len(those_in(store, range(8))) == max(0, (size - SECTOR_BYTES) // slot_bytes(SPACE.block_bytes))
-    assert write(store, *range(8)) == [DONE] * 8 and read(store, *range(8)) == [DONE] * 8
-    assert segment_paths(tmp_path)[0].stat().st_size == before
     store.close()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd import store as store_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo, is_aligned
 from penstock.kv.tiers.ssd.store import SsdStore
@@ -23,8 +22,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
     QuickDisk,
     bytes_of,
     key_of,
-    max_bytes_for,
-    num_bytes_in,
     open_at,
     read,
     segment_paths,
@@ -43,15 +40,6 @@ def store(tmp_path: Path) -> Iterator[SsdStore]:
 
 
 # --------------------------------------------------------------------------------------------- read and write
-
-
-def test_what_was_written_is_found_and_read(store: SsdStore) -> None:
-    assert write(store, *range(20), 30) == [DONE] * 21
-    assert store.find([key_of(number) for number in range(40)]) == 20 and store.find([]) == 0
-    assert read(store, *range(20)) == [DONE] * 20
-    assert read(store, 20, 2, 40, 2, 30) == [Outcome.MISSING, DONE, Outcome.MISSING, DONE, DONE]
-    assert write(store, 1, 21, 21) == [DONE] * 3, "what is there is not written again"
-    assert store.usage().num_used == 22
 
 
 def test_neighbouring_blocks_are_one_call_of_the_system(
@@ -130,21 +118,6 @@ def test_two_writers_of_one_block_get_the_outcome_of_the_one_write(tmp_path: Pat
 
 
 # ----------------------------------------------------------------------------------------- bound and eviction
-
-
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("num_slots", [1, 7, 40])
-def test_the_files_never_grow_beyond_the_bound(tmp_path: Path, eviction, num_slots: int) -> None:  # type: ignore[no-untyped-def]
-    store = open_at(tmp_path, num_slots=num_slots, eviction=eviction)
-    num_slots_got = store.usage().num_slots
-    assert num_slots_got is not None and num_slots_got >= num_slots
-    for first in range(0, 3 * num_slots_got, 5):
-        assert DONE in write(store, *range(first, first + 5))
-        assert num_bytes_in(tmp_path) <= max_bytes_for(num_slots)
-        assert store.usage().num_used <= num_slots_got
-    assert len(those_in(store, range(4 * num_slots_got))) == num_slots_got, "every slot is used"
-    store._now.index.check()
-    store.close()
 
 
 def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_made(
@@ -273,22 +246,6 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
     _together(*works, other)
     assert sum(num_done[:3]) > 0 and sum(num_done[3:]) > 0
     assert not store._now.index._writing
-    store._now.index.check()
-    store.close()
-
-
-def test_reads_and_writes_go_on_during_a_scan(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=200)
-    write(store, *range(100))
-    store.close()
-    store = open_at(tmp_path, num_slots=200, scanned=False)
-    _together(
-        lambda: [read(store, *range(0, 100, 3)) for _ in range(10)] and None,
-        lambda: [write(store, *range(number, number + 20)) for number in range(0, 120, 10)] and None,
-        lambda: [store.persist() for _ in range(5)] and None,
-    )
-    assert store.wait_scanned(60.0)
-    assert read(store, *range(120)) == [Outcome.DONE] * 120
     store._now.index.check()
     store.close()
 

@@ -47,14 +47,6 @@ def test_inspect_counts_files_slots_and_blocks(tmp_path: Path) -> None:
     assert found.num_good is None and not found.damaged
 
 
-def test_verify_finds_all_blocks_good_and_tells_how_far_it_is(tmp_path: Path) -> None:
-    _filled(tmp_path)
-    told: list[tuple[int, int]] = []
-    found = verify(tmp_path, lambda done, total: told.append((done, total)))
-    assert found.num_good == 30 and not found.torn and not found.corrupt
-    assert told == sorted(told) and told[-1] == (found.num_slots, found.num_slots)
-
-
 def test_verify_names_what_is_torn_and_what_is_corrupt(tmp_path: Path) -> None:
     _filled(tmp_path)
     path = segment_paths(tmp_path)[0]
