@@ -22,7 +22,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Save
 from penstock.kv.tiers.tiers import Tiers
-from penstock.kv.transfer import Layers, Mover, Slots, Transfer
+from penstock.kv.transfer import Layers, Mover, Slots
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Failure, Sequencer, explore, run
@@ -191,30 +191,6 @@ def no_wait_for_what_arrives(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def no_fence_with_a_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "release", lambda self, fence, whole=BlockTable.release: whole(self, None))
-
-
-def keys_before_the_step_was_read(patch: pytest.MonkeyPatch) -> None:
-    def hasty(
-        self: Shop,
-        visit: Visit,
-        table: BlockTable,
-        load: Load | None,
-        whole: Callable[..., Fence] = Shop._step,
-    ) -> Fence:
-        fence = whole(self, visit, table, load)
-        if load is None:
-            table.seal([ord(visit.prompt)] * (BLOCK * visit.num_blocks), BLOCK * visit.num_blocks, fence)
-        return fence
-
-    patch.setattr(Shop, "_step", hasty)
-
-
-def copies_that_count_as_landed_when_launched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfer, "over", lambda self: self.arrivals is not None)
-
-
 def pins_that_end_at_submit(patch: pytest.MonkeyPatch) -> None:
     def unpinned(self: Save, *args: object, whole: Callable[..., None] = Save.__init__) -> None:
         whole(self, *args)
@@ -227,9 +203,6 @@ def pins_that_end_at_submit(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, str]] = [
     (no_wait_for_what_arrives, Kind.RACE, "is not ordered after write"),
-    (no_fence_with_a_table, Kind.LIFETIME, "may still be under way"),
-    (keys_before_the_step_was_read, Kind.LIFETIME, "may not have landed"),
-    (copies_that_count_as_landed_when_launched, Kind.LIFETIME, "may not have landed"),
     (pins_that_end_at_submit, Kind.RACE, "by 'demote of r0' on lane save is not ordered after write"),
 ]
 
