@@ -3,15 +3,20 @@ and faults that turn these tests red."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from penstock.contract import Adapter, Match, Prefix
 from penstock.errors import InvariantBroken, LaneClosed, Leaked
+from penstock.kv import cache as cache_module
 from penstock.kv.blocks.key import Scope
 from penstock.kv.cache import KvCache
+from penstock.kv.memory import HostMemory
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad
-from tests.pure.kv.storage_rig import BLOCK, LAYERS, Rig
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, Rig
 
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 PROMPT = list(range(10))  # two full blocks and a half
@@ -236,3 +241,70 @@ def test_closing_with_something_left_raises(left: str) -> None:
         rig.cache.lease("request", rig.prefix())
     with pytest.raises(Leaked):
         rig.cache.close()
+
+
+def test_all_tiers_together_have_the_time_that_closing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, now, given = Stacked("ssd", "remote"), [0.0], list[float]()
+    monkeypatch.setattr(cache_module.time, "monotonic", lambda: now[0])
+
+    def close(timeout_s: float) -> None:
+        given.append(timeout_s)
+        now[0] += 4.0
+
+    parts = (rig.cache.saves.mover, rig.cache.loads.mover, *rig.cache.cold_tiers.values())
+    closed = [part.close for part in parts]
+    monkeypatch.setattr(rig.cache, "drain", lambda timeout_s: None)
+    for part in parts:
+        monkeypatch.setattr(part, "close", close)
+    rig.cache.close(10.0)
+    assert given == [10.0, 6.0, 2.0, 1.0], "and a moment where nothing is left"
+    monkeypatch.undo()
+    for ends in closed:
+        ends(1.0)
+
+
+class Memory:
+    """An arena that is ready at once, and knows whether it is closed."""
+
+    closed = False
+
+    def prepare(
+        self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]
+    ) -> None:
+        ready(range(16))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_host_memory_is_given_back_with_the_tier_over_it() -> None:
+    rig, arena = Rig(), Memory()
+    rig.host.memory = HostMemory(arena, rig.host.ready)
+    rig.save(KEYS[:2]).end()
+    assert not arena.closed
+    rig.close()
+    assert arena.closed
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_read_that_is_over_wakes_who_waits_for_it(tier: str) -> None:
+    rig = Stacked(tier)
+    rig.remembered(2, tiers=[tier])
+    woken: list[str] = []
+    rig.cache.call_when_launched(lambda: woken.append("woken"))
+    lease = rig.cache.lease("request", rig.prefix(2))
+    assert lease is not None
+    rig.lanes.run_all()
+    assert lease.ready and len(woken) == (0 if tier == "ssd" else 1), "an answer from memory is there at once"
+    woken.clear()
+    table = rig.cache.open("request", rig.prefix(2), 0)
+    table.promote(lease, 2, 1)
+    rig.lanes.run_all()
+    assert rig.cache.num_in_flight and len(woken) == 1
+    rig.flow()
+    woken.clear()
+    rig.cache.persist()
+    rig.cache.settle()
+    rig.lanes.run_all()
+    assert woken, "and so does a sync"
+    rig.end(table)

@@ -4,16 +4,22 @@ red."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from penstock.config import AdmissionName
+from penstock.contract import Access, Mode
 from penstock.errors import LaneClosed, StoreFailed
+from penstock.kv.tiers import writeback
 from penstock.kv.tiers import writeback as writeback_module
 from penstock.kv.tiers.calls import BreakerState
 from penstock.kv.tiers.host import HostLease
-from tests.pure.kv.stacked_rig import Stacked
+from penstock.kv.tiers.store import Outcome
+from tests.pure.kv.stacked_rig import ALL, Stacked
+from tests.pure.kv.storage_rig import BLOCK, LAYERS
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 
@@ -502,3 +508,153 @@ def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
     resetting = rig.cache.reset(["ssd"])
     rig.cache.settle()
     assert resetting.settled and isinstance(resetting.error, LaneClosed)
+
+
+def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
+    rig = Stacked("ssd")
+    for name in "ac":
+        rig.remembered(2, name)
+    keys = [*rig.keys(2, "a"), *rig.keys(2, "b"), *rig.keys(2, "c")]
+    rig.writeback.landed(keys, range(6))  # those in the middle have left host memory since
+    rig.cache.drain(10.0)
+    assert rig.cache.num_in_flight == 0 and rig.store_has(keys) == [True, True, False, False, True, True]
+    rig.end()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_before_it(
+    monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
+    rig = Stacked("ssd", "remote")
+    rig.remembered(6, tiers=("host",))
+    rig.tiers["remote"].calls.known.clear()
+    keys = rig.keys(6)
+    rig.writeback.landed(keys, range(6))
+    assert {one.name for one, _, _ in rig.writeback.later} == {"ssd", "remote"}
+    rig.cache.reset([tier])
+    rig.flow()
+    other = "remote" if tier == "ssd" else "ssd"
+    assert rig.store_has(keys, tier) == [False] * 6 and rig.store_has(keys, other) == [True] * 6
+    rig.end()
+
+
+SIX = 6
+
+
+def count_written(rig: Stacked, tier: str) -> Counter[bytes]:
+    """How often the store is given each key from now on."""
+    counted: Counter[bytes] = Counter()
+    write = rig.stores[tier].write
+
+    def counting(keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        counted.update(keys)
+        return write(keys, depths, blocks)
+
+    rig.stores[tier].write = counting  # type: ignore[method-assign]
+    return counted
+
+
+def promoted(rig: Stacked) -> None:
+    """A request comes for the prefix, gets it from host memory and goes."""
+    table, _ = rig.promote_all(SIX)
+    rig.copy()
+    table.release(None)
+    rig.forget_device()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Stacked(tier, admission="reuse")
+    rig.remembered(SIX)
+    counted = count_written(rig, tier)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
+    # the second comes when some are written, some are on their way and some wait for their turn
+    for _ in range(2):
+        promoted(rig)
+    rig.flow()
+    assert counted == dict.fromkeys(rig.keys(SIX), 1) and rig.store_has(rig.keys(SIX), tier) == [True] * SIX
+    promoted(rig)
+    rig.flow()
+    assert sum(counted.values()) == SIX, "it is there"
+    rig.end()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_block_is_written_with_its_depth(reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", admission="reuse")
+    written: dict[bytes, int] = {}
+    write = rig.first.write
+    monkeypatch.setattr(
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
+    )
+    rig.ran(3).release(None)
+    rig.flow()
+    assert not written
+    if reset:
+        rig.cache.reset(["ssd"])
+    assert rig.persisted().error is None
+    assert written == {key: depth for depth, key in enumerate(rig.keys(3))}
+    rig.end()
+
+
+def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_with_its_depth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Stacked("ssd", "remote")
+    rig.remembered(6, tiers=("remote",))
+    first = rig.ran(2)
+    rig.flow()
+    written: dict[bytes, int] = {}
+    write = rig.first.write
+    monkeypatch.setattr(
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
+    )
+    prefix = rig.prefix(6)
+    lease = rig.cache.lease("request", prefix)
+    assert lease is not None
+    rig.run("ask remote")
+    table = rig.cache.open("request", prefix, 2)
+    table.promote(lease, 4, 1)
+    rig.flow()
+    assert written == {key: depth for depth, key in enumerate(prefix.keys) if depth >= 2}
+    rig.end(first, table)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_blocks_that_nobody_else_can_know_are_not_written_by_the_next_flush(lost: bool) -> None:
+    rig = Stacked("ssd")
+    table = rig.cache.open("closed", rig.prefix(2), 0)
+    table.close_scope(2 * BLOCK)
+    tokens = [ord("a")] * (4 * BLOCK)
+    keys = table.next_keys(tokens, 4)
+    assert table.try_extend(4)
+    slots = table.hold.slots[:4]
+    rig.lanes.touch(Access("device", slots, ALL, Mode.WRITE), table.owner)
+    rig.device.write(slots, ALL, [[key] * LAYERS for key in keys])
+    table.seal(tokens, 4 * BLOCK, None)
+    rig.cache.submit_saves()
+    rig.flow()
+    assert all(rig.host_has(keys)) and rig.store_has(keys) == [True, True, False, False]
+    if lost:
+        rig.first.lose()
+        rig.tiers["ssd"].calls.num_losses += 1  # as a probe does
+    else:
+        rig.cache.reset(["ssd"])
+    rig.flow()
+    assert rig.persisted().error is None
+    assert rig.store_has(keys) == [True, True, False, False]
+    rig.end(table)

@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import blake2b
+from itertools import permutations
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import EVICTIONS
+from penstock.config import EVICTIONS, EvictionName
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.blocks import eviction
 from penstock.kv.blocks.eviction import (
@@ -21,6 +23,7 @@ from penstock.kv.blocks.eviction import (
 )
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
+from penstock.kv.tiers.host import HostTier
 
 EVERY = pytest.mark.parametrize("name", EVICTIONS)
 
@@ -179,3 +182,112 @@ def test_slots_are_told_in_the_order_in_which_they_go(name: str, seed: int) -> N
             come(order, chain, number)
         assert list(order) == deepcopy(order).pop(64)
         free += order.pop(rng.randrange(12))
+
+
+class Listening:
+    """An order that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self):
+        return iter(())
+
+    def sealed(self, slots, keys, depths):
+        self.told.append(("sealed", list(slots), list(keys), list(depths)))
+
+    def hit(self, slots):
+        self.told.append(("hit", list(slots)))
+
+    def add(self, slots):
+        self.told.append(("add", list(slots)))
+
+    def remove(self, slots):
+        self.told.append(("remove", list(slots)))
+
+    def pop(self, num):
+        return []
+
+
+def test_the_pool_tells_key_and_depth_at_seal_and_every_hit():
+    order = Listening()
+    pool = BlockPool(4, "device", eviction=order)
+    hold = pool.hold("a")
+    pool.try_reserve(2, "a").commit(hold)
+    pool.seal([0, 1], [key(0), key(1)], [5, 6])
+    sharer = pool.hold("b", [0])
+    hold.end()
+    sharer.end()
+    pool.note_hits([1])
+    assert order.told == [
+        ("sealed", [0, 1], [key(0), key(1)], [5, 6]),
+        ("remove", []),
+        ("hit", [0]),
+        ("add", [1]),
+        ("add", [0]),
+        ("hit", [1]),
+    ]
+
+
+def test_a_block_whose_key_lives_elsewhere_is_not_told():
+    order = Listening()
+    pool = BlockPool(4, "device", eviction=order)
+    hold = pool.hold("a")
+    pool.try_reserve(4, "a").commit(hold)
+    assert pool.seal([0], [key(1)]) == 1
+    assert pool.seal([1, 2, 3], [key(0), key(1), key(2)], [7, 8, 9]) == 2
+    assert [told for told in order.told if told[0] == "sealed"] == [
+        ("sealed", [0], [key(1)], [0]),
+        ("sealed", [1, 3], [key(0), key(2)], [7, 9]),
+    ]
+
+
+NUM = 4
+KEYS = [bytes([7 * number + 1, number, 3 * number, 5 * number]) * 4 for number in range(NUM + 1)]
+
+
+def forgotten_block(order: EvictionOrder) -> None:
+    """Deep, used again and again, in slot 0; then it is forgotten while somebody has it, and not by
+    eviction."""
+    order.sealed(as_run([0]), KEYS[NUM:], [100_000])
+    for _ in range(3):
+        order.add(as_run([0]))
+        order.remove(as_run([0]))
+        order.hit(as_run([0]))
+
+
+def order_of(order: EvictionOrder, slots: Sequence[int]) -> list[int]:
+    """Blocks of equal worth, in all slots, one after the other."""
+    for slot in slots:
+        order.sealed(as_run([slot]), [KEYS[slot]], [0])
+        order.add(as_run([slot]))
+    return order.pop(NUM)
+
+
+@pytest.mark.parametrize("slots", list(permutations(range(NUM))))
+@pytest.mark.parametrize("name", get_args(EvictionName))
+def test_a_slot_keeps_nothing_of_a_block_that_was_forgotten(name: EvictionName, slots: Sequence[int]) -> None:
+    used, fresh = make_order(name, NUM), make_order(name, NUM)
+    forgotten_block(used)
+    assert len(used) == 0
+    assert order_of(used, slots) == order_of(fresh, slots) and len(used) == 0
+
+
+def test_what_a_lease_finds_is_told_to_the_order_of_eviction() -> None:
+    """A block that is read under a pin is used as much as one that a table holds."""
+    order = LruOrder(8)
+    told: list[int] = []
+    order.hit = lambda slots: told.extend(int(slot) for slot in slots)  # type: ignore[method-assign]
+    tier = HostTier(BlockPool(8, "host", eviction=order), block_tokens=4, lease_s=9.0, clock=lambda: 0.0)
+    keys = [key(number) for number in range(3)]
+    taken = tier.take(keys, [0, 1, 2], "a save")
+    assert taken.reservation is not None
+    slots = list(taken.reservation.slots)
+    tier.land(taken)
+    told.clear()
+    lease = tier.lease([*keys, key(9)], "a request", first=1)
+    assert lease is not None and told == slots[1:]
+    lease.end()
