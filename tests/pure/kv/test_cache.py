@@ -169,3 +169,10 @@ def test_the_first_block_that_is_not_shared_has_a_key_under_the_tables_own_scope
     table.release(None)
     other.release(None)
     cache.close()
+
+
+def test_tenants_with_different_salts_share_nothing():
+    cache = new_cache()
+    run(cache, "a", PROMPT).release(None)
+    assert cache.match(cache.prefix_of(PROMPT, salt="tenant").keys) == Match(0, 0, False)
+    assert cache.match(cache.prefix_of(PROMPT, salt="").keys).num_blocks == 2

@@ -263,3 +263,45 @@ def test_a_deep_request_that_is_retracted_takes_nothing_along() -> None:
     assert table.retract(len(THREE), None) is None
     assert rig.cache.num_in_flight == 0
     rig.end()
+
+
+def test_keys_that_two_contexts_had_are_forgotten_once() -> None:
+    """Both may be dropped at the same time."""
+    rig = Cached()
+    table = rig.run("request", PROMPT[:4])
+    table.close_scope(0)
+    rig.finish()
+    keys = list(table.sealed_keys)
+    before = rig.host.pool.counts.free
+    rig.cache.forget_closed([*keys, *keys])
+    assert rig.host.pool.counts.free == before + len(keys) and rig.host.num_leading(keys) == 0
+    rig.cache.check()
+    table.release(None)
+    rig.end()
+
+
+def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_their_table() -> None:
+    rig = Cached()
+    table = rig.cache.open("request", rig.prefix(), 0)
+    table.close_scope(BLOCK)
+    assert table.try_extend(2)
+    table.seal(PROMPT, 2 * BLOCK, None)
+    rig.cache.submit_saves()
+    rig.finish()
+    assert len(list(rig.host.pool.keys())) == 2
+    table.release(None)
+    assert list(rig.host.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
+    rig.end()
+
+
+def test_in_units_of_two_a_block_waits_for_the_one_behind_it_which_is_saved_once_more() -> None:
+    rig = Cached()
+    table = rig.run("request", THREE)
+    rig.finish()
+    rig.host.forget(rig.prefix(THREE).keys[1:2])
+    assert table.page_out(2, None, unit=2) == 0 and table.num_paged == 0
+    rig.finish()
+    assert table.page_out(3, None, unit=2) == 2 == table.num_paged
+    assert rig.saves.mover.counts.num_blocks == (3 + 1)
+    table.release(None)
+    rig.end()

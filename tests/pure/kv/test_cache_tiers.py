@@ -308,3 +308,13 @@ def test_a_read_that_is_over_wakes_who_waits_for_it(tier: str) -> None:
     rig.lanes.run_all()
     assert woken, "and so does a sync"
     rig.end(table)
+
+
+def test_what_a_table_holds_is_not_forgotten_in_any_tier() -> None:
+    rig = Cached()
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.forget(rig.prefix().keys) == 0
+    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.pool.num_keys) == (2, 2)
+    table.release(None)
+    rig.end()

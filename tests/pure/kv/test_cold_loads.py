@@ -8,7 +8,7 @@ import pytest
 
 from penstock.contract import Match
 from penstock.errors import TransferFailed
-from tests.pure.kv.stacked_rig import GROUP, Stacked
+from tests.pure.kv.stacked_rig import GROUP, PART, Stacked
 
 EIGHT = 8  # blocks: four groups, two on each lane
 
@@ -189,4 +189,33 @@ def test_a_part_that_cannot_be_sent_ends_it() -> None:
     rig.lane("launch load").close()
     rig.read(1)
     assert load.settled and load.num_landed == 2 and isinstance(load.error(), TransferFailed)
+    rig.end(table)
+
+
+@pytest.mark.parametrize("failed", range(4))
+def test_a_part_that_fails_while_later_ones_are_in_flight(failed: int) -> None:
+    rig = from_ssd()
+    table, load = rig.load(EIGHT)
+    rig.read(0, 1, 0)
+    for number in range(3):
+        rig.load_copier.fail_next = number == failed
+        rig.lane("launch load").step()
+        rig.lane("load").step()
+        rig.lane("load").step()
+    rig.cache.settle()
+    rig.check()
+    came = min(failed, 3) * PART
+    assert load.num_landed == came
+    if failed < 3:
+        assert isinstance(load.error(), TransferFailed) and load.settled and load.limit == 6, (
+            "what is not sent is not sent any more"
+        )
+    assert table.num_keyed == came and rig.device_has(EIGHT) == [True] * came + [False] * (EIGHT - came), (
+        "no key for what lies behind it"
+    )
+    rig.load_copier.fail_next = failed == 3
+    rig.flow()
+    assert load.over and load.num_landed == came and rig.device_has(EIGHT)[came:] == [False] * (EIGHT - came)
+    rig.fill(table, EIGHT)
+    assert rig.device_has(EIGHT) == [True] * EIGHT
     rig.end(table)

@@ -147,11 +147,13 @@ def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
     finding = rig.tier.find(KEYS[:3], patience_s=0.5)
     rig.store.gate.wait_came()
     assert not finding.ready and finding.num == 0 and len(rig.tier.findings) == 1
+    later = rig.tier.find(KEYS[:3], patience_s=0.5)
     rig.clock.advance(0.5)
     assert finding.ready and finding.num == 0
     rig.store.gate.let()
     rig.settle()
-    assert finding.ready and finding.num == 0 and len(rig.tier.findings) == 0
+    assert finding.ready and later.ready and finding.num == 0 and len(rig.tier.findings) == 0
+    assert rig.store.calls.count("find") == 1, "nothing is asked for a request that has given up"
 
 
 # -------------------------------------------------------------------------------------------- the write queue

@@ -408,3 +408,63 @@ def test_a_store_is_not_waited_for_longer_than_a_second_however_long_computing_t
     lease.end()
     rig.flow()
     rig.end()
+
+
+def test_writes_that_were_queued_when_it_broke_are_skipped(make: Make) -> None:
+    rig = make(num_writers=1)
+    rig.store.gate.hold("write")
+    first, second = rig.submit_write(KEYS[:2]), rig.submit_write(KEYS[2:4])
+    rig.store.gate.wait_came()
+    rig.store.die()
+    rig.store.gate.let()
+    assert rig.settle() == [first, second] and first is not None and second is not None
+    assert (
+        isinstance(first.error, StoreFailed)
+        and isinstance(second.error, StoreFailed)
+        and not first.done_keys + second.done_keys
+    )
+    assert rig.store.calls == ["write"] and rig.tier.counts.skipped == {"broken": 2}
+
+
+def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
+    rig = make()
+    rig.store.fails.update(KEYS)
+    assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
+    rig.read(KEYS[:1])
+    assert (
+        not rig.tier.usable
+        and rig.tier.counts.failures["block"] == 8
+        and rig.tier.calls.breaker.num_openings == 1
+    )
+
+
+def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("read")
+    rig.submit_read(KEYS[:1])
+    rig.store.gate.wait_came()
+    rig.break_store()  # by a question
+    rig.clock.advance(1.1)
+    rig.store.raises = None
+    rig.tier.settle()
+    assert rig.asker is not None
+    rig.asker.drain(SOON_S)
+    assert rig.tier.usable
+    rig.store.on_call = lambda call: rig.store.die() if call == "read" else None
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.tier.usable and rig.tier.calls.breaker.num_openings == 1
+
+
+def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make) -> None:
+    """Or the tier would be stuck for ever."""
+    rig = make(num_readers=1)
+    rig.write(KEYS[:2])
+    rig.store.raises = InvariantBroken("ours")
+    reading, _ = rig.submit_read(KEYS[:2])
+    rig.tier.drain(SOON_S)
+    with pytest.raises(InvariantBroken):
+        [group.take_outcomes() for group in reading]
+    rig.store.raises = None
+    rig.clock.advance(1000.0)
+    assert not rig.tier.calls.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2

@@ -366,3 +366,16 @@ def test_nobody_waits_for_a_read_that_hangs() -> None:
         assert rig.host_has(rig.keys(4, "b")) == [True] * 4, "saves find room"
     rig.flow()
     rig.end(other)
+
+
+def test_so_many_are_under_way_and_no_more() -> None:
+    rig = Stacked(num_host=HOST)
+    for name in "abcde":
+        rig.put("ssd", rig.keys(1, name))
+    first = [fetching(rig, 1, name) for name in "abcd"]
+    assert rig.cache.prefetch(rig.prefix(1, "e"), "fifth") is None and not rig.cache.may_prefetch
+    rig.flow()
+    assert all(fetch.settled for fetch in first) and rig.cache.may_prefetch
+    fetching(rig, 1, "e")
+    rig.flow()
+    rig.end()

@@ -378,3 +378,20 @@ def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bo
         depth for _, depth in moved
     ]
     rig.close()
+
+
+def test_what_is_ahead_on_the_lane_counts() -> None:
+    rig = Rig(num_host=16)
+    rig.save(KEYS[:4]).end()
+    rig.pool.evict(8)
+    rated(rig, 1000 * LAYOUT.block_bytes / BLOCK, 700)
+    one, two = leased(rig, KEYS[:4]), leased(rig, KEYS[:2])
+    assert rig.loads.worth(two, 0) == 2
+    hold = rig.hold(4)
+    rig.promote(hold, one, 4)
+    assert rig.loads.worth(two, 0) == 0
+    rig.land()
+    assert rig.loads.worth(two, 0) == 2
+    two.end()
+    hold.end()
+    rig.close()

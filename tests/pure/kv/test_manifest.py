@@ -174,3 +174,10 @@ def test_what_an_earlier_process_has_kept_is_found_and_read() -> None:
         1,
         "df0fb5d8c0af57416914bd632986590c",
     )
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_part_of_a_token_is_refused(cut: int) -> None:
+    whole = made()
+    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
+        unpack(pack(dataclasses.replace(whole, tokens=whole.tokens[:-cut])))

@@ -125,3 +125,12 @@ def test_a_cancel_ends_what_is_awaited_and_is_seen_by_the_steps(begun: bool) -> 
     if begun:
         awaited.set_result(1)
     assert seen == ["cancelled"] and run.cancelled()
+
+
+def test_what_a_question_raises_is_the_answer_and_the_next_is_answered(busy: Busy) -> None:
+    failing: Future[None] = busy.questions.begin(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    after = busy.ask("after")
+    busy.go_on.set()
+    with pytest.raises(ZeroDivisionError):
+        failing.result(60.0)
+    assert after.result(60.0) == "after"

@@ -26,7 +26,7 @@ from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.questions import run_steps
 from penstock.kv.snapshots import Snapshots
-from penstock.kv.tiers.manifest import snapshot_id
+from penstock.kv.tiers.manifest import snapshot_id, unpack
 from penstock.kv.tiers.store import Written
 from penstock.testing.stores import HandClock, MemoryStore
 from tests.pure.kv.stacked_rig import Stacked
@@ -624,3 +624,24 @@ def test_in_any_order_names_pins_and_manifests_are_those_of_the_model(seed: int)
         walk.check()
     for machine in walk.machines:
         machine.close()
+
+
+@pytest.mark.parametrize("ttl_s", [None, 50.0])
+def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
+    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
+) -> None:
+    here, _ = machines
+    id = snapshot_id(tenant_of(""), "talk")
+    here.take("talk", ttl_s=ttl_s)
+    assert here.told == [("remote", id, ttl_s), ("ssd", id, ttl_s)]
+    assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
+
+
+def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
+    here, _ = machines
+    assert here.take("talk").kept_tokens == 10 * BLOCK
+    prefix = here.rig.cache.prefix_of(TALK)
+    assert prefix is not None
+    for store in here.rig.stores.values():
+        store.lose(*prefix.keys[6:])
+    assert here.find("talk").kept_tokens == 6 * BLOCK

@@ -18,13 +18,17 @@ import pytest
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
 from penstock.kv.tiers.ssd.directory import FULL, SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.index import SlotIndex
+from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.store import _GONE, _STRIKES, SsdStore
 from penstock.kv.tiers.ssd.survey import verify
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 from tests.cpu.kv.ssd.ssd_rig import (
+    BLOCK_BYTES,
     WAIT_S,
     HookedDisk,
+    abandon,
     fails,
     max_bytes_for,
     num_bytes_in,
@@ -106,6 +110,35 @@ def test_a_file_that_cannot_be_read_at_start_is_left_alone_and_counts(
     store.close()
 
 
+@pytest.mark.parametrize("trouble", ["no threads", "no memory", "a defect"])
+def test_a_scan_that_meets_anything_is_over_and_the_store_serves(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    start, failed = threading.Thread.start, list[str]()
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name.startswith("ssd-scan-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def no_memory(fd: int, buffers: list[memoryview], offset: int) -> None:
+        if offset and not failed:
+            failed.append(trouble)
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if trouble == "no threads":
+            patch.setattr(threading.Thread, "start", no_thread)
+        elif trouble == "a defect":
+            patch.setattr(SlotIndex, "end_scan", lambda self: 1 // 0)
+            patch.setattr(threading, "excepthook", lambda _: None)
+        store = open_at(filled, io=HookedDisk(preadv=no_memory) if trouble == "no memory" else None)
+    missing = set(range(40)) - those_in(store, range(40))
+    assert bool(missing) == bool(failed) and len(missing) < 40
+    assert write(store, *range(40)) == read(store, *range(40)) == [DONE] * 40
+    store.close()
+
+
 def test_a_start_that_fails_late_gives_everything_back(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, start = num_open(), threading.Thread.start
 
@@ -158,6 +191,9 @@ def test_a_read_that_ends_early_is_no_hit(tmp_path: Path) -> None:
     assert read(store, *range(5)) == [DONE] + [Outcome.CORRUPT] * 4
     assert those_in(store, range(5)) == {0}
     assert write(store, *range(5)) == [DONE] * 5 and read(store, *range(5)) == [DONE] * 5
+    os.truncate(segment_paths(tmp_path)[0], 0)
+    with pytest.raises(StoreFailed, match="cannot be read"):
+        store.probe()
     store.close()
 
 
@@ -442,3 +478,52 @@ def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over
 
 
 # ------------------------------------------------------------------------------------------------- at the end
+
+
+def test_a_head_that_cannot_be_read_costs_no_other_and_a_bad_disk_is_not_tried_for_long(
+    tmp_path: Path,
+) -> None:
+    """Heads are read many at once, then one by one. Each failure may take seconds."""
+    store = open_at(tmp_path, num_slots=2400)
+    write(store, *range(2400))
+    there = those_in(store, range(2400))
+    num_groups = sum(len(list(segment.groups())) for segment in store._now.segments)
+    store.close()
+    bad, failed = SECTOR_BYTES + 40 * slot_bytes(BLOCK_BYTES), list[int]()
+
+    def bad_sector(fd: int, buffers: list[memoryview], offset: int) -> None:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            failed.append(offset)
+            raise OSError(EIO, "medium error")
+
+    store = open_at(tmp_path, num_slots=2400, io=HookedDisk(preadv=bad_sector))
+    num_files = len(segment_paths(tmp_path))
+    assert len(failed) == 2 * num_files, "with others, and alone"
+    assert len(there - those_in(store, range(2400))) == num_files
+    abandon(store)
+    failed.clear()
+
+    def bad_disk(fd: int, buffers: list[memoryview], offset: int) -> None:
+        if offset >= SECTOR_BYTES:
+            failed.append(offset)
+            raise OSError(EIO, "medium error")
+
+    store = open_at(tmp_path, num_slots=2400, io=HookedDisk(preadv=bad_disk))
+    assert num_groups < len(failed) <= num_groups * (1 + 8) < 2400
+    assert not those_in(store, range(2400))
+    store.close()
+
+
+@pytest.mark.parametrize("raises", [MemoryError, KeyboardInterrupt])
+def test_a_read_that_ends_in_anything_gives_its_pin_back(tmp_path: Path, raises: type[BaseException]) -> None:
+    def breaks(*args: object) -> None:
+        raise raises
+
+    store = open_at(tmp_path, num_slots=8, io=(io := HookedDisk()))
+    num_slots = store.usage().num_slots or 0
+    write(store, *range(num_slots))
+    io.hooks["preadv"] = breaks
+    with pytest.raises(raises):
+        read(store, *range(num_slots))
+    io.hooks.clear()
+    no_slot_is_lost(store)
