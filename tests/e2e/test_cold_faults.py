@@ -151,7 +151,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, alone: Al
             slow.gates["pwritev"].clear()
             ask_as_alone(server, alone, 5)
             with pytest.raises(DeadlineExceeded):
-                server.engine.wait_flushed("persisted", 0.1)
+                server.engine.kv.wait_flushed("persisted", 0.1)
         finally:
             for gate in slow.gates.values():
                 gate.set()
