@@ -57,7 +57,7 @@ class Rig:
         self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers)
 
     def set_limits(self, limits: TierLimits) -> None:
-        self.saves.limits = self.loads.limits = self.loads.costs.limits = limits
+        self.saves.limits = self.loads.costs.limits = limits
 
     def make_cold(self) -> Sequence[ColdTier]:
         return ()

@@ -1,6 +1,5 @@
 """The cache against a naive reference that knows blocks by their tokens, in any order of calls.
 
-
 The reference never hashes: a block's identity is its tenant and all tokens up to its end. It predicts every
 match exactly.
 """

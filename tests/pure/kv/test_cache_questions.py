@@ -38,9 +38,6 @@ def test_a_start_takes_as_long_as_what_is_left_and_what_is_loaded(
     rig.end()
 
 
-# ---------------------------------------------------------------------------- nothing is reused on the device
-
-
 # --------------------------------------------------------------------------------------------------- retained
 
 

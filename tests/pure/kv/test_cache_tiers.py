@@ -1,5 +1,4 @@
-"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of the tables;
-and faults that turn these tests red."""
+"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of tables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Blocks on their way from cold tiers through host memory to the device: in any order of reads, copies and
-ends, what comes is right, what does not come is known, and nothing is left; and faults that turn these tests
-red."""
+ends, what comes is right, what does not come is known, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What is written down from host memory, when, and what `persist` may say: for every admission, with stores
-that fail, are full or are emptied, and host memory that evicts meanwhile; and faults that turn these tests
-red."""
+that fail, are full or are emptied, and host memory that evicts meanwhile."""
 
 from __future__ import annotations
 

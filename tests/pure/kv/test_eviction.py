@@ -154,9 +154,6 @@ def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_anothe
     assert len(seen._marks) == eviction.KEYS_PER_SLOT * 8
 
 
-# ----------------------------------------------------------------------------------------------------- ghosts
-
-
 # ------------------------------------------------------------------------------------------------------- cost
 
 

@@ -1,4 +1,4 @@
-"""Every policy of eviction against its model, in any order of legal calls; and faults that this must"""
+"""Every policy of eviction against its model, in any order of legal calls."""
 
 from __future__ import annotations
 

@@ -130,6 +130,3 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
     assert lease is not None
     lease.end()
     rig.end()
-
-
-# ------------------------------------------------------------------------------------------------------ saves

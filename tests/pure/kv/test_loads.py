@@ -1,5 +1,5 @@
 """Blocks that come back from the host, and requests whose own KV went there: what is protected until when,
-and what it is worth; and faults that turn these tests red."""
+and what it is worth."""
 
 from __future__ import annotations
 

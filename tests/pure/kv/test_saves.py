@@ -1,5 +1,5 @@
 """Blocks on their way to the host: what is in flight, what becomes visible when, what is given back on every
-path; and faults that turn these tests red."""
+path."""
 
 from __future__ import annotations
 
@@ -208,9 +208,6 @@ def fails_on_the_launcher() -> None:
     assert rig.in_host(KEYS[:2]) == KEYS[:2], "the launcher goes on"
     hold.end()
     rig.close()
-
-
-# ---------------------------------------------------------------------------------------------- submit errors
 
 
 # ------------------------------------------------------------------------------------------------------ drain

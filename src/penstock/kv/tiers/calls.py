@@ -153,6 +153,7 @@ class Span:
     num_done: int = 0  # blocks
 
 
+@dataclass(slots=True)
 class Meter:
     """Bytes over the time in which any call was in flight: two at once do not take twice as long. The caller
     holds a lock.
@@ -161,13 +162,12 @@ class Meter:
     not matter. A short rest after such a measurement is ignored: most of its bytes were counted before.
     """
 
-    def __init__(self, rate: LinkRate) -> None:
-        self.rate = rate
-        self._num = 0  # under way
-        self._num_bytes = 0  # since `_since_s`
-        self._num_ended = 0
-        self._since_s = 0.0
-        self._is_rest = False
+    rate: LinkRate
+    _num: int = 0  # under way
+    _num_bytes: int = 0  # since `_since_s`
+    _num_ended: int = 0
+    _since_s: float = 0.0
+    _is_rest: bool = False
 
     def begin(self, now_s: float) -> None:
         if self._num == 0:

@@ -149,25 +149,18 @@ class ColdLimits:
 # ------------------------------------------------------------------------------------------ what is under way
 
 
+@dataclass(slots=True, eq=False)
 class Writing:
     """Blocks on their way from host slots into a store. Its owner ends the handle after `ColdTier.settle` has
     returned the writing."""
 
-    def __init__(
-        self,
-        handle: Handle | None,
-        keys: Sequence[bytes],
-        outcomes: list[Outcome],
-        groups: Sequence[StoreGroup],
-        is_reset: bool = False,
-    ) -> None:
-        self.is_reset = is_reset
-        self.handle = handle  # protects the slots; None: there are none
-        self.keys = keys  # all offered keys
-        self.settled = False  # seen to be over, by `settle`
-        self.error: BaseException | None = None  # why some blocks were not tried or failed
-        self.outcomes = outcomes  # by key, once it is settled; FULL also if the queue had no room
-        self.groups = groups
+    handle: Handle | None  # protects the slots; None: there are none
+    keys: Sequence[bytes]  # all offered keys
+    outcomes: list[Outcome]  # by key, once it is settled; FULL also if the queue had no room
+    groups: Sequence[StoreGroup]
+    is_reset: bool = False
+    settled: bool = False  # seen to be over, by `settle`
+    error: BaseException | None = None  # why some blocks were not tried or failed
 
     @property
     def tried_keys(self) -> list[bytes]:

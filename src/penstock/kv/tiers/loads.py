@@ -189,7 +189,6 @@ class Loads:
         self._host = host
         self._writeback = writeback
         self._layout = layout
-        self.limits = limits
         self._part_blocks = max(1, _PART_BYTES // layout.block_bytes)
         self._whole = [Group((0, layout.num_layers))]
 
@@ -273,7 +272,7 @@ class Loads:
     @property
     def deadline_s(self) -> float:
         """For a load or fetch that begins now."""
-        return time.monotonic() + self.limits.load_deadline_s
+        return time.monotonic() + self.costs.limits.load_deadline_s
 
     def begin(
         self,
@@ -303,7 +302,7 @@ class Loads:
             if load.is_cold:
                 self._begin_reads(load, lease)
             else:
-                self._begin_copy(load, lease, num_next >= self.limits.overlap_tokens)
+                self._begin_copy(load, lease, num_next >= self.costs.limits.overlap_tokens)
         except BaseException:
             if hold not in self.in_flight:
                 lease.keep(kept)

@@ -211,6 +211,3 @@ def test_blocks_of_another_format_are_misses(tmp_path: Path, monkeypatch: pytest
     store = open_at(tmp_path)
     assert those_in(store, range(10)) == set() and write(store, 1) == [DONE]
     store.close()
-
-
-# ------------------------------------------------------------------------------------------------------- size
