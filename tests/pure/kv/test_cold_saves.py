@@ -13,7 +13,6 @@ from penstock.config import AdmissionName
 from penstock.contract import Access, Mode
 from penstock.errors import LaneClosed, StoreFailed
 from penstock.kv.tiers import writeback
-from penstock.kv.tiers import writeback as writeback_module
 from penstock.kv.tiers.calls import BreakerState
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
@@ -329,7 +328,7 @@ def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
-    monkeypatch.setattr(writeback_module, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 6)
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     one = rig.persisted()
@@ -345,7 +344,7 @@ def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
 
 def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have left: it begins when all of them are taken note of."""
-    monkeypatch.setattr(writeback_module, "_GONE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback, "_GONE_AT_ONCE", 2)
     rig = in_host_only("evict", 9)
     rig.remembered(1, "b")
     assert rig.host.pool.evict(99) == 10
@@ -656,4 +655,47 @@ def test_blocks_that_nobody_else_can_know_are_not_written_by_the_next_flush(lost
     rig.flow()
     assert rig.persisted().error is None
     assert rig.store_has(keys) == [True, True, False, False]
+    rig.end(table)
+
+
+def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has left is taken note of some at a time. A flush of a few blocks is over before that."""
+    monkeypatch.setattr(writeback, "_GONE_AT_ONCE", 1)
+    rig = Stacked("ssd", admission="reuse")
+    for name in "ba":
+        rig.ran(4, name).release(None)
+        rig.flow()
+        rig.forget_device()
+        if name == "b":
+            assert rig.persisted().error is None
+    flush = rig.cache.persist()
+    assert flush is not None
+    _, pin = rig.host.pin_each(rig.keys(4)[:1], "a request")
+    rig.cache.reset(["host"])
+    rig.flow()
+    assert rig.store_has(rig.keys(4)) == [True, False, False, False]
+    assert flush.settled and flush.error is not None and "3 of 4 blocks" in str(flush.error)
+    pin.end()
+    rig.end()
+
+
+def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Stacked("ssd", admission="reuse")
+    rig.remembered(SIX)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
+    keys = rig.keys(SIX)
+    persisting = rig.cache.persist()
+    assert persisting is not None
+    rig.first.fails = {keys[0]}
+    rig.cache.settle()
+    rig.run("write ssd")
+    assert rig.store_has(keys[:1]) == [False] and persisting.lost == {keys[0]} and persisting.sync is None
+    rig.first.fails = set()
+    table, _ = rig.promote_all(SIX)  # asked for again, so that it is written again
+    rig.flow()
+    assert persisting.settled and persisting.error is None and rig.store_has(keys) == [True] * SIX
     rig.end(table)

@@ -3,8 +3,10 @@ waits for it."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded
 from penstock.figures import Traffic
+from penstock.kv.tiers import cold
 from penstock.kv.tiers.calls import KnownKeys, Meter
 from penstock.kv.tiers.policy import LinkRate
 from penstock.kv.tiers.store import Outcome
@@ -315,3 +318,16 @@ def test_the_report_tells_all_of_it(make: Make) -> None:
         and traffic.checksum_failures == {"remote": 1}
         and traffic.usable == {"remote": False}
     )
+
+
+def test_each_lane_of_a_drain_has_what_those_before_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    given_s: list[float] = []
+    for lane in (*rig.readers, *rig.writers, rig.asker):
+        monkeypatch.setattr(lane, "drain", given_s.append)
+    with monkeypatch.context() as patch:  # each look at the clock takes a second
+        ticks = itertools.count(1000.0, 1.0).__next__
+        patch.setattr(cold, "time", SimpleNamespace(monotonic=ticks))
+        rig.tier.drain(3.5)
+    rig.tier.close(None)
+    assert given_s == [2.5, 1.5, 0.5, 0.0, 0.0]

@@ -16,6 +16,7 @@ from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, Store
 from penstock.kv.tiers.calls import BreakerState, Way
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
+from penstock.testing.stores import HandClock
 from tests.pure.kv.cold_rig import KEYS, LIMITS, SOON_S, Make, Rig, Woken, are_over, make
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK
@@ -468,3 +469,41 @@ def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make)
     rig.store.raises = None
     rig.clock.advance(1000.0)
     assert not rig.tier.calls.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
+
+
+def test_open_questions_are_looked_through_under_the_lock_that_callers_add_theirs_with(make: Make) -> None:
+    """Without it one that comes meanwhile would be lost: nobody would know that it is under way."""
+    rig = make()
+    rig.store.gate.hold("find")
+    first = rig.tier.find(KEYS[:1], 1e9)
+    engine, locked = threading.current_thread(), []
+
+    class Clock(HandClock):
+        def __call__(self) -> float:
+            if threading.current_thread() is engine:
+                locked.append(rig.tier._asking.locked())
+            return super().__call__()
+
+    rig.store.gate.wait_came()
+    first._clock = Clock(rig.clock())
+    rig.tier.settle()
+    assert locked == [True] and len(rig.tier.findings) == 1
+    rig.store.gate.let()
+    rig.settle()
+    assert len(rig.tier.findings) == 0
+
+
+def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:
+    """Questions queue behind one that takes long: those whose time is over by then would only keep the others
+    waiting."""
+    rig = make()
+    rig.store.gate.hold("find")
+    first, second, third = (
+        rig.tier.find(KEYS[number : number + 1], patience_s)
+        for number, patience_s in enumerate((1e9, 1.0, 1e9))
+    )
+    rig.store.gate.wait_came()
+    rig.clock.advance(2.0)
+    rig.store.gate.let()
+    rig.settle()
+    assert first.ready and second.ready and third.ready and rig.store.calls == ["find", "find"]

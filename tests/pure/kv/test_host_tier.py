@@ -9,7 +9,8 @@ import pytest
 
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
+from penstock.kv.tiers.cold import Finding
+from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Part, Taken
 
 BLOCK = 16
 LEASE_S = 10.0
@@ -281,4 +282,22 @@ def test_a_block_that_a_snapshot_pins_stays_however_it_comes(in_part: bool) -> N
     )
     tier.unpin_keys("snapshot")
     assert tier.pool.evict(99) == pinned
+    tier.close()
+
+
+def test_a_lease_that_has_run_out_has_nothing_in_any_tier_and_cannot_be_claimed() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    fill(tier, KEYS[:2])
+    found = Finding()
+    found.answer(2)
+    waiting, claimed = leased(tier, KEYS[:4]), leased(tier, KEYS[:4])
+    waiting.parts = claimed.parts = (Part("ssd", [2, 3], found),)
+    assert waiting.runs_from(0) == [("host", 2), ("ssd", 2)] and claimed.claim(0, 2)
+    clock.now_s += LEASE_S + 2.0
+    tier.expire()
+    for lease in (waiting, claimed):
+        assert lease.runs_from(0) == [] and lease.num_from(0) == 0 and lease.ready and not lease.parts
+        assert not lease.claim(0, 0) and lease.take() is None
+    assert tier.pool.num_unwanted == tier.num_slots
     tier.close()

@@ -341,3 +341,19 @@ def test_slots_carry_their_own_fences_and_those_of_no_others(num: int) -> None:
     )
     assert last_use.after(as_run(range(2 * num, 3 * num))) == ()
     assert set(last_use.after(as_run(range(2 * num)))) == {early, load, late}
+
+
+@pytest.mark.parametrize("num", NUM)
+def test_the_fence_of_a_pin_that_ends_under_its_hold_reaches_the_next_owner(num: int) -> None:
+    pool, lane = BlockPool(num, "device"), FakeLane("copy")
+    hold = sealed(pool, num)
+    pin = pool.pin(hold.run, "transfer")
+    fence = lane.record()
+    pin.end(fence)  # type: ignore[arg-type]
+    hold.end()
+    assert pool.last_use.after(as_run(range(num))) == (fence,)
+    pool.evict(num)
+    reservation = pool.try_reserve(num, "next")
+    assert reservation is not None and reservation.after == (fence,)
+    reservation.rollback()
+    pool.close()
