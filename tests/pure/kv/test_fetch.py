@@ -379,3 +379,35 @@ def test_so_many_are_under_way_and_no_more() -> None:
     fetching(rig, 1, "e")
     rig.flow()
     rig.end()
+
+
+def test_one_that_has_ended_while_a_store_was_asked_reads_nothing() -> None:
+    rig = far_away()
+    fetch = fetching(rig)
+    fetch.end()
+    assert fetch.settled
+    rig.flow()
+    assert rig.stores["remote"].calls.count("read") == 0 and not rig.loads.reads
+    rig.end()
+
+
+def test_a_close_under_way_reads_no_further_and_leaves_nothing() -> None:
+    rig = from_ssd()
+    reads = count_reads(rig)
+    fetch = fetching(rig)
+    rig.cache.close()
+    assert (
+        fetch.settled
+        and reads == Counter(rig.keys(2 * GROUP))
+        and all(store.closed for store in rig.stores.values())
+    )
+
+
+def test_a_close_over_a_read_that_hangs_says_so_and_can_be_tried_again() -> None:
+    rig = from_ssd()
+    fetch = fetching(rig)
+    with held(rig, "read"), pytest.raises(DeadlineExceeded):
+        rig.cache.close(0.0)
+    assert not fetch.settled and rig.host.pool.counts.reserved == 2 * GROUP
+    rig.cache.close()
+    assert fetch.settled
