@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,15 +19,12 @@ from penstock.errors import DeadlineExceeded, StoreFailed
 from penstock.kv import build as build_module
 from penstock.kv.tiers.calls import Breaker
 from penstock.kv.tiers.cold import ColdLimits
-from penstock.kv.tiers.ssd import segments as segments_module
 from penstock.testing.sanitized import build_sanitized
 from tests.cpu.kv.ssd.ssd_rig import GatedDisk, HookedDisk, fails
 from tests.e2e.troubled import (
     FULL_BLOCKS,
     LIMIT_S,
-    Apart,
     Troubled,
-    apart_or_skip,
     by_source,
     prompt,
     small_disk,
@@ -127,26 +122,6 @@ def test_a_disk_that_gets_full_serves_what_it_has(tmp_path: Path, alone: Alone) 
         assert server.usable("ssd")
 
 
-def test_a_disk_that_somebody_else_has_filled_is_used_when_there_is_room(
-    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments_module, "_GROW_AGAIN_S", 0.02)
-    with small_disk(tmp_path / "small", 64 * BLOCK_BYTES) as folder:
-        hog = folder / "hog"
-        with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(bytes(4096)):
-                pass
-        with troubled(ssd_dir=str(folder), ssd_gib=0.05) as server:
-            assert ask_as_alone(server, alone, *NUMBERS) == [0, 0, 0]
-            with pytest.raises(StoreFailed):
-                server.persist()
-            assert server.traffic.skipped["full"] > 0
-            server.forget()
-            assert ask_as_alone(server, alone, *NUMBERS) == [0, 0, 0]
-            hog.unlink()
-            come_back(server, alone, "ssd")
-
-
 @pytest.mark.parametrize("call", ["preadv", "pwritev", "fdatasync"])
 def test_a_disk_with_errors_is_fenced_off_and_used_again(disk: Troubled, alone: Alone, call: str) -> None:
     directory = disk.store("ssd").directory
@@ -206,20 +181,6 @@ def test_a_directory_that_is_moved_away_is_used_again_when_it_is_back(
     come_back(disk, alone, "ssd")
 
 
-def test_a_directory_that_is_removed_costs_nothing_but_what_was_in_it(
-    disk: Troubled, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Breaker, "try_probe", lambda self: False)
-    shutil.rmtree(tmp_path / "ssd")
-    ask_as_alone(disk, alone, *NUMBERS, *OTHERS)
-    with pytest.raises(StoreFailed):
-        disk.persist()
-    assert disk.num_failures("ssd") > 0 and not disk.usable("ssd")
-    disk.forget()
-    assert ask_as_alone(disk, alone, *NUMBERS) == [0, 0, 0]
-    monkeypatch.undo()
-
-
 # ------------------------------------------------------------------------------------------------------ store
 
 TIMEOUT_S = 1.0  # of an exchange: what takes longer counts as a store that is down
@@ -274,48 +235,3 @@ def test_a_store_that_is_paused_is_used_again_when_it_goes_on(
     finally:
         valkey.resume()
     come_back(shared, alone, "remote")
-
-
-@pytest.mark.parametrize(
-    ("trouble", "undo"),
-    [(Valkey.kill, Valkey.start), (Valkey.pause, Valkey.resume)],
-    ids=["killed", "paused"],
-)
-def test_a_store_that_goes_and_comes_while_requests_are_served(
-    shared: Troubled,
-    alone: Alone,
-    valkey: Valkey,
-    trouble: Callable[[Valkey], None],
-    undo: Callable[[Valkey], None],
-) -> None:
-    alone(*NUMBERS, *OTHERS)
-    with ThreadPoolExecutor(1) as asker:
-        for turn in range(4):
-            asked = asker.submit(ask_as_alone, shared, alone, *NUMBERS, *OTHERS)
-            (undo if turn % 2 else trouble)(valkey)
-            asked.result(LIMIT_S)
-            shared.engine.kv.reset(("device", "host"))
-    come_back(shared, alone, "remote")
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[Apart]:
-    with apart_or_skip() as running:
-        yield running
-
-
-@pytest.mark.parametrize(
-    ("cut", "mend"),
-    [(Apart.pull_the_cable, Apart.plug_it_in), (Apart.swallow_answers, Apart.let_answers_through)],
-    ids=["the link is down", "answers are lost"],
-)
-def test_a_network_that_is_cut(
-    alone: Alone, apart: Apart, cut: Callable[[Apart], None], mend: Callable[[Apart], None]
-) -> None:
-    with with_store(apart.url, alone) as server:
-        cut(apart)
-        try:
-            is_given_up(server, alone)
-        finally:
-            mend(apart)
-        come_back(server, alone, "remote")

@@ -82,28 +82,6 @@ def test_tiers_on_host_hit_and_split_hit_give_the_tokens_of_tiers_off(expected: 
     close(engine, sanitizer)
 
 
-def test_pure_host_mode_gives_the_tokens_of_tiers_off(expected: list[list[int]]) -> None:
-    engine, sanitizer = make(prefix_cache=False)
-    for turn in range(2):
-        found = answers(engine)
-        assert [one.tokens for one in found] == expected
-        assert by_source(found, "device") == [0, 0, 0]
-        assert all((num > 0) == (turn > 0) for num in by_source(found, "host"))
-        settle_all(engine)
-    close(engine, sanitizer)
-
-
-def test_retracted_requests_resume_with_the_tokens_of_tiers_off(expected: list[list[int]]) -> None:
-    engine, sanitizer = make(device_blocks=NUM_PROMPT_BLOCKS, overcommit=3.0)
-    assert sum(-(-len(engine.tokenizer.encode(text)) // 16) for text in TEXTS) == NUM_PROMPT_BLOCKS, (
-        "full before the first token"
-    )
-    assert [one.tokens for one in answers(engine)] == expected
-    stats = engine.stats()
-    assert stats.retractions > 0 and stats.cache["promoted"] > 0
-    close(engine, sanitizer)
-
-
 def test_restored_bytes_and_logits_are_those_of_a_cold_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sanitizer = make()
     prompt = engine.tokenizer.encode(TEXTS[0])

@@ -5,7 +5,6 @@ business."""
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import threading
@@ -24,7 +23,6 @@ from penstock.figures import Traffic
 from penstock.kv.tiers.policy import PrefillRate
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.support.driving import Collected, tiny_config
-from tests.support.servers import Program, Server, ServerMissing, find_program
 
 LIMIT_S = 60.0  # by when everything has ended, on the slowest of machines
 PROMPT_TOKENS = 100
@@ -141,92 +139,6 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", str(path)], check=True)
-
-
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ServerMissing(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-
-class Apart(Server):
-    """A Valkey or Redis server in a network of its own, which one cable leads to. The cable can be cut in two
-    ways."""
-
-    def __init__(self) -> None:
-        if shutil.which("ip") is None:
-            raise ServerMissing("no program to make networks with: ip")
-        self._valkey = find_program("valkey", ("valkey-server", "redis-server"))
-        super().__init__(Program(Path(shutil.which("ip") or ""), self._valkey.library_dirs))
-        number = os.getpid() % (1 << 14)
-        self._space, self._cable = f"penstock-{number}", f"pk{number}"
-        net = (198 << 24) + (18 << 16) + 4 * number  # a range that is for tests alone
-        self.here, self.there = (".".join(map(str, (net + i).to_bytes(4, "big"))) for i in (1, 2))
-        try:
-            self._lay_cable()
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def _lay_cable(self) -> None:
-        _ip("netns", "add", self._space)
-        _ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._space)
-        _ip("addr", "add", f"{self.here}/30", "dev", self._cable)
-        _ip("link", "set", self._cable, "up")
-        _ip("-n", self._space, "addr", "add", f"{self.there}/30", "dev", "eth0")
-        _ip("-n", self._space, "link", "set", "eth0", "up")
-
-    def _start(self) -> None:
-        settings = [
-            "--bind",
-            self.there,
-            "--port",
-            "6379",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--protected-mode",
-            "no",
-        ]
-        self.spawn(
-            ["netns", "exec", self._space, str(self._valkey.path), *settings, "--dir", str(self.folder)]
-        )
-        until(lambda: not self.alive or "eady to accept" in self.log_tail(), "the server starts")
-        if not self.alive:
-            raise ServerMissing(f"it does not start in a network of its own: {self.log_tail()}")
-
-    @property
-    def url(self) -> str:
-        return f"valkey://{self.there}:6379"
-
-    def pull_the_cable(self) -> None:
-        """The link is down."""
-        _ip("-n", self._space, "link", "set", "eth0", "down")
-
-    def plug_it_in(self) -> None:
-        _ip("-n", self._space, "link", "set", "eth0", "up")
-
-    def swallow_answers(self) -> None:
-        """The link is up, and no answer ever comes: nothing is refused, nothing is reset."""
-        _ip("-n", self._space, "route", "add", "blackhole", f"{self.here}/32")
-
-    def let_answers_through(self) -> None:
-        _ip("-n", self._space, "route", "del", "blackhole", f"{self.here}/32")
-
-    def close(self) -> None:
-        super().close()
-        for words in (("link", "del", self._cable), ("netns", "del", self._space)):
-            with contextlib.suppress(ServerMissing):
-                _ip(*words)
-
-
-def apart_or_skip() -> Apart:
-    try:
-        return Apart()
-    except ServerMissing as missing:
-        pytest.skip(f"NO NETWORK TO CUT: {missing}")
 
 
 def tokens_of(found: Sequence[Collected]) -> list[list[int]]:

@@ -32,7 +32,6 @@ HOST = "host"
 # For the thread with the baton; a longer wait means that it blocks on something that is not a lane.
 _PATIENCE_S = 60.0
 
-Place = tuple[str, int]  # an item: its lane, and its number there
 Schedule = Mapping[int, str]  # by number of the decision: the thread to run, if not the default
 Program = Callable[["Sequencer"], None]
 
@@ -45,23 +44,9 @@ class _Abandoned(BaseException):
     """The run is over; a launcher that stopped half-way ends here."""
 
 
-@dataclass(slots=True)
-class Effects:
-    """What a thread did between two decisions, as far as other threads can see."""
-
-    submitted: set[Place] = field(default_factory=set)
-    looked_at: set[Place] = field(default_factory=set)  # items polled for their end
-    after: set[Place] = field(default_factory=set)  # items that had to be over first
-    begun: Place | None = None
-    finished: Place | None = None
-    accesses: tuple[Access, ...] = ()
-    may_touch_anything: bool = False  # it ran code that declares nothing
-
-
 class Decision(NamedTuple):
     chosen: str
     options: tuple[str, ...]
-    effects: Effects  # of the chosen thread, up to the next decision
 
 
 class Sequencer:
@@ -77,7 +62,6 @@ class Sequencer:
         self.schedule: dict[int, str] = {}  # as taken
         self.decisions: list[Decision] = []
         self.trace: list[str] = []
-        self.effects = Effects()  # of the acting thread
         self.num_finished = 0  # items, on all lanes
         self._wanted = dict(schedule or {})
         self._rng = rng
@@ -102,8 +86,6 @@ class Sequencer:
     def run_all(self) -> None:
         """Run every lane until it is empty."""
         self.pause("lets all lanes run dry", lambda: not self._able(but=HOST))
-        for name, lane in self._lanes.items():
-            self.effects.after.update((name, number + 1) for number in range(lane.num_finished))
 
     def close(self) -> None:
         """End the launchers' threads, at any point."""
@@ -179,9 +161,7 @@ class Sequencer:
         chosen = self._choose(len(self.decisions), options, default)
         if chosen != default:
             self.schedule[len(self.decisions)] = chosen
-        begun = self._lanes.get(chosen)
-        self.effects = Effects(accesses=begun.accesses or () if begun is not None else ())
-        self.decisions.append(Decision(chosen, options, self.effects))
+        self.decisions.append(Decision(chosen, options))
         stage.last = chosen
         return chosen
 
@@ -365,17 +345,12 @@ class SequencedFence:
     def lane(self) -> str:
         return self._lane.name
 
-    @property
-    def place(self) -> Place:
-        return self._lane.name, self.number
-
     def is_over(self) -> bool:
         """For lanes and the sequencer: no clock learns from it."""
         return self._lane.num_finished >= self.number
 
     def passed(self) -> bool:
         self._lane.sequencer.pause(f"looks at fence {self.number} of {self.lane}")
-        self._lane.sequencer.effects.looked_at.add(self.place)
         return self.is_over() and self._lane.saw(self.number, 0)
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
@@ -384,7 +359,6 @@ class SequencedFence:
         sequencer = self._lane.sequencer
         before, blocks = sequencer.num_finished, not self.is_over()
         sequencer.pause(f"waits for fence {self.number} of {self.lane}", self.is_over)
-        sequencer.effects.after.add(self.place)
         self._lane.saw(self.number, sequencer.num_finished - before if blocks else 0)
 
 
@@ -399,7 +373,6 @@ class SequencedTicket(SequencedFence):
     done = SequencedFence.passed
 
     def error(self) -> BaseException | None:
-        self._lane.sequencer.effects.looked_at.add(self.place)
         return self.failure
 
     def wait_done(self, timeout_s: float | None = None) -> None:
@@ -412,7 +385,6 @@ class SequencedTicket(SequencedFence):
 class _SequencedItem:
     ticket: SequencedTicket
     op: Op | None = None
-    accesses: tuple[Access, ...] = ()
     after: Ticket | None = None
     fence: SequencedFence | None = None
 
@@ -427,8 +399,7 @@ class SequencedLane:
         self.name = name
         self.sequencer = sequencer
         self.is_launcher = is_launcher
-        # of the running item; None: none runs
-        self.accesses: tuple[Access, ...] | None = None
+        self.is_running = False  # an item
         self.num_finished = 0
         self._observer = observer
         self._queue: deque[_SequencedItem] = deque()
@@ -445,9 +416,7 @@ class SequencedLane:
         ticket = self._next_ticket(label)
         if self._observer is not None:
             self._observer.submitted(self.name, ticket.number, label, accesses)
-        return self._put(
-            _SequencedItem(ticket, op, tuple(accesses), after), f"submits {label!r} to {self.name}"
-        )
+        return self._put(_SequencedItem(ticket, op, after), f"submits {label!r} to {self.name}")
 
     def record(self) -> Fence:
         return SequencedFence(self, self._num_submitted)
@@ -487,7 +456,7 @@ class SequencedLane:
             self._observer.touched(label, accesses)
 
     def is_current(self) -> bool:
-        return self.accesses is not None
+        return self.is_running
 
     def drain(self, timeout_s: float | None = None) -> None:
         self.record().wait_passed()
@@ -509,7 +478,7 @@ class SequencedLane:
         return self._queue[0].ticket.label
 
     def can_begin(self) -> bool:
-        if not self._queue or self.accesses is not None:
+        if not self._queue or self.is_running:
             return False
         fence = self._queue[0].fence
         return fence is None or fence.is_over()
@@ -517,7 +486,8 @@ class SequencedLane:
     def run_next(self) -> None:
         """Run the item at the head."""
         item = self._queue.popleft()
-        self._announce(item)
+        self.is_running = True
+        self.sequencer.act(item.ticket.label)
         error = item.after.error() if item.after is not None else None
         if error is None and item.op is not None:
             if self._observer is not None:
@@ -529,19 +499,9 @@ class SequencedLane:
         item.ticket.failure = error
         if self._observer is not None and item.op is not None:
             self._observer.finished(self.name, item.ticket.number, error)
-        self.accesses = None
+        self.is_running = False
         self.num_finished += 1
         self.sequencer.num_finished += 1
-        self.sequencer.effects.finished = self.name, item.ticket.number
-
-    def _announce(self, item: _SequencedItem) -> None:
-        self.sequencer.act(item.ticket.label)
-        effects = self.sequencer.effects
-        effects.begun = self.name, item.ticket.number
-        effects.accesses = self.accesses = item.accesses
-        effects.may_touch_anything = item.op is not None and not item.accesses
-        if item.fence is not None:
-            effects.after.add(item.fence.place)
 
     def _next_ticket(self, label: str) -> SequencedTicket:
         if self._closed:
@@ -551,6 +511,5 @@ class SequencedLane:
 
     def _put(self, item: _SequencedItem, what: str) -> SequencedTicket:
         self._queue.append(item)
-        self.sequencer.effects.submitted.add((self.name, item.ticket.number))
         self.sequencer.pause(what)
         return item.ticket

@@ -30,7 +30,7 @@ def overlap_from(engine: Engine, num_tokens: int) -> None:
     """Steps over at least so many tokens start on the first layers of their loads; shorter ones wait for all
     of it."""
     cache = engine.cache
-    cache.loads.limits = dataclasses.replace(cache.saves.limits, overlap_tokens=num_tokens)
+    cache.loads.costs.limits = dataclasses.replace(cache.saves.limits, overlap_tokens=num_tokens)
 
 
 def states(engine: Engine) -> dict[str, int]:

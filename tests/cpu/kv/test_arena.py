@@ -54,11 +54,6 @@ def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(monkeypat
         DeviceArena(LAYOUT, 4, "cpu")
 
 
-def test_an_arena_without_slots_is_refused():
-    with pytest.raises(ConfigError):
-        DeviceArena(LAYOUT, 0, "cpu")
-
-
 def test_a_kernel_without_large_pages_gives_the_same_memory(monkeypatch):
     class Old(mmap.mmap):
         def madvise(self, *args):

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv import transfer as copies
-from penstock.kv.memory import BlockLayout, HostArena
+from penstock.kv.memory import BlockLayout
 from penstock.kv.transfer import Copier, CpuCopier, CudaCopier, make_copier
-from penstock.lanes.cpu import CpuLane
 
 LAYOUT = BlockLayout(num_layers=6, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="bfloat16")
 NUM_SLOTS = 24
@@ -151,14 +150,6 @@ def test_any_blocks_and_any_layers_arrive_whole(data: st.DataObject, num: int) -
     assert same(dest, after)
 
 
-def test_narrow_slot_numbers_do_not_overflow(make: Callable[..., Copier]) -> None:
-    source, dest = random_arena(1), random_arena(2)
-    narrow = np.array([23, 22], np.int8)
-    after = expected(source, dest, [(23, 22), (22, 23)], ALL)
-    make(source, dest).copy(narrow, narrow[::-1], ALL)  # type: ignore[arg-type]
-    assert same(dest, after)
-
-
 def test_neighbours_on_both_sides_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
     real = ctypes.memmove
@@ -192,25 +183,6 @@ def test_no_piece_goes_on_from_one_registration_to_the_next(
     ]
     assert in_slots == [(5, 3), (8, 8), (16, 4)]
     assert all(first // PIECE_SLOTS == (first + num - 1) // PIECE_SLOTS for first, num in in_slots)
-
-
-def test_a_large_transfer_begins_with_a_small_part_and_its_later_layers_do_not(
-    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch starts only when all of it has been handed over."""
-    seen = runtime()
-    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 2 * LAYOUT.block_bytes)
-    monkeypatch.setattr(copies, "_PART_GROWTH", 2)
-    source, dest = random_arena(1), random_arena(2)
-    order = np.random.default_rng(0).permutation(NUM_SLOTS)
-    copier = CudaCopier(source, dest, LAYOUT)
-    copier.copy(order, order[::-1], ALL)
-    assert [len(batch) for batch in seen.batches] == [2, 4, 8, 10]
-    assert same(dest, expected(source, dest, list(zip(order, order[::-1], strict=True)), ALL))
-    seen.batches.clear()
-    for layers in ((0, 3), (3, 6)):
-        copier.copy(order, order[::-1], layers)
-    assert [len(batch) for batch in seen.batches] == [4, 8, 12, 24]
 
 
 @given(num=st.integers(0, 300), num_bytes=st.integers(1, 100), first=st.integers(1, 300))
@@ -247,31 +219,6 @@ def test_entries_worked_out_for_each_block_are_those_of_arithmetic_without_neigh
         assert entry == ends.entries(pairs[:, block : block + 1], extent)[:, 0].tolist()
 
 
-def test_what_a_transfer_begins_with_is_handed_over_before_the_rest_is_worked_out(
-    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = runtime()
-    monkeypatch.setattr(copies, "_FIRST_PART_BYTES", 2 * LAYOUT.block_bytes)
-    monkeypatch.setattr(copies, "_FEW_BLOCKS", 2)
-    handed_over: list[int] = []
-    honest = copies._Ends.entries
-
-    def entries(self: Any, *given: Any) -> Any:
-        handed_over.append(len(seen.batches))
-        return honest(self, *given)
-
-    monkeypatch.setattr(copies._Ends, "entries", entries)
-    source, dest = random_arena(1), random_arena(2)
-    CudaCopier(source, dest, LAYOUT).copy(np.arange(NUM_SLOTS), np.arange(NUM_SLOTS), ALL)
-    assert handed_over == [1], (
-        "a few blocks need no arithmetic of arrays, and the rest waits until they are on their way"
-    )
-    assert [len(batch) for batch in seen.batches] == [2, 3], (
-        "and the rest goes in as few pieces as there are registrations"
-    )
-    assert same(dest, source)
-
-
 def test_a_slot_that_does_not_exist_in_a_later_part_is_found_before_the_first_is_handed_over(
     runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,15 +231,6 @@ def test_a_slot_that_does_not_exist_in_a_later_part_is_found_before_the_first_is
         for ends in ((bad, good), (good, bad)):
             with pytest.raises(InvariantBroken, match=f"of {NUM_SLOTS} slots"):
                 copier.copy(*ends, ALL)
-    assert seen.batches == []
-
-
-def test_nothing_is_not_handed_over(runtime: Callable[..., Runtime]) -> None:
-    seen = runtime()
-    copier = CudaCopier(random_arena(1), random_arena(2), LAYOUT)
-    copier.copy(slots(1, 2), slots(3, 4), (4, 4))
-    copier.copy(slots(), slots(), ALL)
-    copier.copy(slots(), slots(), (2, 4))
     assert seen.batches == []
 
 
@@ -350,11 +288,6 @@ def test_slots_that_do_not_exist_are_refused_and_nothing_is_copied(
     assert same(dest, before)
 
 
-def test_layers_that_do_not_exist_are_refused(make: Callable[..., Copier]) -> None:
-    with pytest.raises(InvariantBroken, match="no layers"):
-        make(random_arena(1), random_arena(2)).copy(slots(1), slots(2), (0, 7))
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -367,31 +300,6 @@ def test_arenas_that_are_laid_out_otherwise_are_refused(other: Tensor) -> None:
     for source, dest in ((other, random_arena(1)), (random_arena(1), other)):
         with pytest.raises(InvariantBroken, match="laid out"):
             make_copier(source, dest, LAYOUT)
-
-
-def test_a_demotion_waits_on_its_lane_for_the_writer_and_comes_back_bit_by_bit() -> None:
-    device, host = random_arena(1), HostArena(LAYOUT, NUM_SLOTS, "cpu").tensor
-    written = random_arena(5)
-    compute, demote, promote = (CpuLane(name) for name in ("compute", "demote", "promote"))
-    here, there, back = slots(3, 4, 17), slots(9, 0, 1), slots(20, 4, 5)
-    compute.submit(lambda: device.copy_(written), label="write")
-    demote.wait(compute.record())
-    demote.submit(lambda: make_copier(device, host, LAYOUT).copy(here, there, ALL), label="demote")
-    promote.wait(demote.record())
-    promote.submit(lambda: device.zero_(), label="forget")
-    for layers in ((0, 2), (2, 4), (4, 6)):
-        promote.submit(
-            lambda layers=layers: make_copier(host, device, LAYOUT).copy(there, back, layers), label="promote"
-        )  # type: ignore[misc]
-    promote.drain(20.0)
-    assert same(device[back], written[here])
-    for lane in (compute, demote, promote):
-        lane.close(20.0)
-
-
-def test_without_a_gpu_there_are_no_batches() -> None:
-    if torch.version.cuda is None:
-        assert copies._batch_copy() is None
 
 
 def test_a_copier_keeps_its_arenas_alive() -> None:

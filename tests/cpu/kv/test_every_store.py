@@ -196,15 +196,6 @@ def test_what_one_process_writes_another_reads(
     assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
 
 
-def test_it_says_what_it_is_and_can_be_closed_twice(url: str, slots: Slots) -> None:
-    store = open_store(url, slots.space, TIMEOUT_S)
-    assert (store.name, store.local) == ("remote", False)
-    store.persist()
-    assert store.usage().num_slots is None, "others write there, too"
-    store.close()
-    store.close()
-
-
 # -------------------------------------------------------------------------------------------------- manifests
 
 

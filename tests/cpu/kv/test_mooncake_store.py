@@ -4,7 +4,6 @@ never served, and trouble ends in time, whatever the library does."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ import penstock_mooncake as mooncake_module
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import remote
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack
+from penstock.kv.tiers.store import HEADER_BYTES, Outcome, pack
 from penstock_mooncake import MooncakeClient, MooncakeStore
 from tests.cpu.kv.remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 from tests.support.servers import Mooncake, ServerMissing, mooncake_environment
@@ -114,13 +112,6 @@ def intruder(mooncake: Mooncake) -> Iterator[Intruder]:
 # ----------------------------------------------------------------------------------------------------- blocks
 
 
-def test_a_value_is_the_header_and_the_bytes(store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
-    (key,) = keys_of("layout", 1)
-    slots.write(store, [key])
-    assert intruder.get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
-    assert store._names([key]) == [f"penstock:{FORMAT}:{slots.space.digest.hex()}:{key.hex()}"]
-
-
 WRONG = {
     "a bit flipped in the bytes": lambda value, other: value[:-1] + bytes([value[-1] ^ 4]),
     "a bit flipped in the header": lambda value, other: value[:50] + bytes([value[50] ^ 1]) + value[51:],
@@ -143,26 +134,6 @@ def test_what_is_wrong_is_never_served_and_is_removed(
     assert slots.read(store, [*keys, *others]) == [MISSING] * len(keys) + [DONE, DONE]
     assert slots.write(store, keys) == [DONE] * len(keys)
     assert slots.read(store, keys) == [DONE] * len(keys)
-
-
-def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
-    store: MooncakeStore, slots: Slots, intruder: Intruder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, bad = keys_of("cannot be removed", 2)
-    slots.write(store, [good, bad])
-    intruder.put(store, bad, bytes(VALUE_BYTES))
-    ask = MooncakeClient.ask
-
-    def refuses(client: MooncakeClient, what: str, names: Sequence[str], until: float) -> list[int]:
-        if what == "remove":
-            raise StoreFailed("not now")
-        return ask(client, what, names, until)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MooncakeClient, "ask", refuses)
-        assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
-    assert slots.read(store, [good, bad]) == [DONE, CORRUPT], "the next one to read it tries again"
-    assert slots.read(store, [good, bad]) == [DONE, MISSING]
 
 
 @pytest.mark.parametrize("length", [VALUE_BYTES - 1, VALUE_BYTES + 1])
@@ -251,28 +222,6 @@ def test_a_paused_node_fails_in_time_touches_no_slot_and_comes_back(
     assert slots.memory == b"\x55" * len(slots.memory)
     assert slots.read(store, keys) == [DONE] * 4
     assert not Path(f"/proc/{before}").exists()
-
-
-def test_a_paused_master_fails_in_time_and_comes_back(
-    mooncake: Mooncake, store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("paused master", 3)
-    slots.write(store, keys)
-    mooncake.master.pause()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "_timeout_s", SHORT_S)
-            for call in (
-                lambda: slots.read(store, keys),
-                lambda: slots.write(store, keys),
-                lambda: store.find(keys),
-                store.probe,
-            ):
-                assert_fails(call)
-    finally:
-        mooncake.master.resume()
-    wait_usable(store)
-    assert slots.read(store, keys) == [DONE] * 3
 
 
 def test_a_call_that_is_overdue_ends_its_process(
@@ -374,37 +323,6 @@ def spawned(*command: str, wait: bool = False) -> Callable[..., subprocess.Popen
         return process
 
     return spawn
-
-
-@pytest.mark.parametrize("fails", ["memfd_create", "socketpair", "_spawn"])
-def test_a_process_that_cannot_be_started_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    """It is tried again at every probe."""
-
-    def refuses(*args: object, **more: object) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    def later(*args: object) -> Any:
-        if len(made) == 3:
-            refuses()
-        made.append(socketpair())
-        return made[-1]
-
-    made: list[Any] = []
-    socketpair = mooncake_module.socket.socketpair
-    before = num_open()
-    with monkeypatch.context() as patch:
-        if fails == "memfd_create":
-            patch.setattr(mooncake_module.os, "memfd_create", refuses)
-        elif fails == "socketpair":
-            patch.setattr(mooncake_module.socket, "socketpair", later)
-        else:
-            patch.setattr(mooncake_module, "_spawn", refuses)
-        with pytest.raises(OSError, match="Too many open files"):
-            MooncakeClient((), VALUE_BYTES, {})
-    assert num_open() == before
-    assert all(end.fileno() == -1 for pair in made for end in pair)
 
 
 def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(

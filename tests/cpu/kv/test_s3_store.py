@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 
 import obstore
 import pytest
 
 import penstock_s3 as s3
 from penstock.errors import ConfigError
-from penstock.kv.tiers import remote
 from penstock.kv.tiers.remote import open_store
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, Written, pack
+from penstock.kv.tiers.store import HEADER_BYTES, Outcome, Written
 from penstock_s3 import BucketStore, parse_address
-from tests.cpu.kv.remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable
+from tests.cpu.kv.remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, keys_of, wait_usable
 from tests.support.servers import Bucket, ServerMissing
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
@@ -58,13 +56,6 @@ def raw_put(store: BucketStore, key: bytes, value: bytes) -> None:
 
 def raw_get(store: BucketStore, key: bytes) -> bytes:
     return bytes(obstore.get(store._bucket, store._path(key)).bytes())
-
-
-def test_an_object_is_the_header_and_the_bytes(store: BucketStore, slots: Slots) -> None:
-    (key,) = keys_of("layout", 1)
-    slots.write(store, [key])
-    assert raw_get(store, key) == pack(key, slots.space.digest, block_of(key)) + block_of(key)
-    assert store._path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
 
 
 def test_a_block_that_is_there_is_not_sent_again(
@@ -109,23 +100,6 @@ def test_the_number_of_leading_blocks_is_found(store: BucketStore, monkeypatch: 
     for num in (0, 1, 2, 15, 16, 17, 31, 40):
         monkeypatch.setattr(store, "_has", set(keys[:num]).__contains__)
         assert store.find(keys) == num
-
-
-def test_few_rounds_of_questions_find_a_place_among_thousands(
-    store: BucketStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("many", 5000)
-    there = set(keys[:3210])
-    rounds = []
-    each = store._requests.each
-    monkeypatch.setattr(store, "_has", lambda key: key in there)
-    monkeypatch.setattr(
-        store._requests,
-        "each",
-        lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1],
-    )
-    assert store.find(keys) == 3210
-    assert len(rounds) <= 4 and max(rounds) <= 16
 
 
 def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,31 +214,6 @@ def test_a_wrong_secret_fails_without_repeating_it(
     store.close()
 
 
-def test_an_object_that_cannot_be_removed_ends_a_reset(
-    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots.write(store, keys_of("stuck", 2))
-    monkeypatch.setattr(obstore, "delete", lambda *_: None)
-    assert_fails(store.reset)
-
-
-def test_a_damaged_object_that_cannot_be_removed_is_corrupt_all_the_same(
-    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, bad = keys_of("cannot be removed", 2)
-    slots.write(store, [good, bad])
-    raw_put(store, bad, bytes(HEADER_BYTES + len(block_of(bad))))
-
-    def refuses(*args: object) -> None:
-        raise PermissionError("with the request in it")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(obstore, "delete", refuses)
-        assert slots.read(store, [good, bad]) == [DONE, CORRUPT]
-    assert slots.read(store, [good, bad]) == [DONE, CORRUPT], "the next one to read it tries again"
-    assert slots.read(store, [good, bad]) == [DONE, MISSING]
-
-
 # -------------------------------------------------------------------------------------------------------- URL
 
 
@@ -330,38 +279,6 @@ def test_what_the_url_says_reaches_the_library(
         assert (
             client["timeout"] == client["connect_timeout"] == again["retry_timeout"] == timedelta(seconds=2.5)
         )
-
-
-def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    deadlines: list[float] = []
-    keys = keys_of("one deadline", 40)
-    store = open_store("s3://bucket?endpoint=http://127.0.0.1:1&region=r", slots.space, 4.0)
-    assert isinstance(store, BucketStore)
-
-    def together(job: object, things: Sequence[object], until: float) -> list[tuple[int, object]]:
-        """Of 40 blocks the first is there, and damaged; each answer takes a second."""
-        nonlocal now_s
-        now_s += 1.0
-        deadlines.append(until)
-        there = {store._has: keys[0], store._get: keys[0]}.get(job)
-        return [
-            (place, (memoryview(b"") if job == store._get else True) if thing == there else None)
-            for place, thing in enumerate(things)
-        ]
-
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(store._requests, "together", together)
-    for call, num_rounds in (
-        (lambda: store.find(keys), 2),
-        (lambda: slots.write(store, keys), 2),
-        (lambda: slots.read(store, keys), 2),
-    ):
-        began_s = now_s
-        call()
-        assert deadlines == [began_s + 4.0] * num_rounds
-        deadlines.clear()
-    store.close()
 
 
 def test_manifests_are_listed_from_every_page(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,21 +62,6 @@ def test_names_that_cannot_be_looked_up_now_are_a_warning(
     assert "cannot be resolved now" in record.getMessage() and "hunter2" not in record.getMessage()
 
 
-def test_one_node_of_several_that_is_not_known_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    answering(monkeypatch, gone=socket.EAI_NONAME)
-    with caplog.at_level(logging.WARNING):
-        open_store("valkey://here:1,gone:2?cluster=1", SPACE, 1.0).close()
-    assert "1 of its 2 hosts" in caplog.text
-
-
-def test_a_store_that_is_down_starts_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        open_store("valkey://127.0.0.1:1", SPACE, 1.0).close()
-    assert not caplog.records
-
-
 # --------------------------------------------------------------------------------------------------- plug-ins
 
 

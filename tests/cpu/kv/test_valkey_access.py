@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.store import Written
 from penstock_valkey import PASSWORD_VARIABLE
 from tests.cpu.kv.remote_rig import wait_usable
 from tests.cpu.kv.valkey_rig import (
-    CALLS,
     DONE,
     MISSING,
     SECRET,
@@ -61,31 +57,6 @@ def test_a_password_opens_the_store_and_appears_nowhere(
     assert SECRET not in "".join(said) and "joe" not in said[2] and SECRET not in caplog.text
 
 
-def test_a_password_that_nobody_asked_for_is_a_failure(server: Valkey) -> None:
-    assert "password" in failure_of(server.url(password=SECRET))
-
-
-def test_the_schemes_of_redis_are_understood(server: Valkey, encrypted: Valkey) -> None:
-    for url in (server.url(), encrypted.url()):
-        own = url.replace("valkey", "redis", 1)
-        assert own.startswith(("redis://", "rediss://"))
-        with opened(url) as store, opened(own) as other:
-            assert write(other, keys_of(2)) == [DONE] * 2 and read(store, keys_of(2)) == [DONE] * 2
-            assert ("TLS" in repr(other)) == own.startswith("rediss://")
-            assert store.reset() == 2
-
-
-def test_a_bad_url_never_repeats_itself() -> None:
-    for url in (
-        f"valkey://:{SECRET}/x@host",
-        f"valkey://:{SECRET}℀@host",
-        f"valkeys://:{SECRET}@host?ca=/nowhere",
-    ):
-        with pytest.raises(ConfigError) as refused:
-            open_store(url, space(), 1.0)
-        assert SECRET not in "".join(traceback.format_exception(refused.value))
-
-
 # -------------------------------------------------------------------------------------------------------- TLS
 
 
@@ -116,22 +87,6 @@ def test_a_certificate_that_is_not_trusted_or_for_another_name_is_refused(encryp
 def test_verification_ends_only_where_that_was_asked_for(encrypted: Valkey) -> None:
     with opened(encrypted.url().partition("?")[0] + "?verify=none") as store:
         store.probe()
-
-
-def test_a_paused_encrypted_store_ends_every_call(encrypted: Valkey) -> None:
-    with opened(encrypted.url(), SHORT_S) as store:
-        encrypted.pause()
-        try:
-            for call in CALLS.values():
-                with fails("answer within|cannot be reached"):
-                    call(store)
-        finally:
-            encrypted.resume()
-
-
-def test_an_unencrypted_server_is_no_encrypted_one(server: Valkey) -> None:
-    url = server.url().replace("valkey://", "valkeys://") + "?verify=none"
-    assert any(said in failure_of(url, SHORT_S) for said in ("cannot be reached", "answer within"))
 
 
 # --------------------------------------------------------------------------------------------------- clusters
@@ -223,25 +178,3 @@ def test_a_cluster_with_a_dead_node_fails_until_it_answers(two_nodes: list[Valke
         wait_usable(store)
         assert read(store, keys_of(40)) == [DONE] * 40
         store.reset()
-
-
-def test_a_cluster_without_the_option_says_what_is_missing(two_nodes: list[Valkey]) -> None:
-    with (
-        opened(two_nodes[0].url().partition("?")[0]) as store,
-        pytest.raises(StoreFailed, match=r"cluster=1"),
-    ):
-        read(store, keys_of(20))
-
-
-def test_a_server_that_is_no_cluster_fails_as_one(server: Valkey) -> None:
-    assert "refuses" in failure_of(server.url("cluster=1"))
-
-
-def test_a_cluster_of_one_with_a_password_and_tls() -> None:
-    with (
-        valkey_or_skip(slots=SlotRange(), tls=True, password=SECRET) as server,
-        opened(server.url()) as store,
-    ):
-        assert write(store, keys_of(5)) == [DONE] * 5 and read(store, keys_of(5)) == [DONE] * 5
-        store.probe()
-        assert store.reset() == 5

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import penstock_valkey
-from penstock.errors import ConfigError, StoreFailed
+from penstock.errors import StoreFailed
 from penstock.kv.tiers import store as envelope
 from penstock.kv.tiers.store import Outcome, Written
 from penstock_valkey import ValkeyStore
@@ -37,7 +37,7 @@ from tests.cpu.kv.valkey_rig import (
     write,
 )
 from tests.store_servers import valkey_or_skip
-from tests.support.servers import LOOPBACK, Valkey, free_port
+from tests.support.servers import LOOPBACK, Valkey
 
 # --------------------------------------------------------------------------------------------------- ordinary
 
@@ -75,19 +75,6 @@ def test_values_of_several_round_trips_are_not_mixed_up(
         assert read(store, keys) == [*[DONE] * 3, CORRUPT, DONE, DONE, MISSING, *[DONE] * 6]
 
 
-def test_a_block_that_is_there_is_not_sent_again(store: ValkeyStore, server: Valkey) -> None:
-    def received() -> int:
-        lines = server.ask("INFO", "stats").split(b"\r\n")
-        return next(
-            int(line.partition(b":")[2]) for line in lines if line.startswith(b"total_net_input_bytes:")
-        )
-
-    assert write(store, keys_of(2)) == [DONE, DONE]
-    before = received()
-    assert write(store, keys_of(2)) == [DONE, DONE]
-    assert received() - before < BLOCK_BYTES
-
-
 def test_a_time_to_live_is_set_and_renewed_where_the_url_has_one(server: Valkey, store: ValkeyStore) -> None:
     key, other = keys_of(2)
     with opened(server.url("ttl=1000")) as mortal:
@@ -117,12 +104,6 @@ def test_reset_forgets_all_blocks_and_nothing_else(server: Valkey, store: Valkey
     server.ask("MSET", "somebody", "else's", *(word for key in keys_of(2500) for word in (name_of(key), "x")))
     assert store.reset() == 2500
     assert server.ask("DBSIZE") == b":1" and store.reset() == 0
-
-
-def test_a_database_of_its_own(server: Valkey, store: ValkeyStore) -> None:
-    with opened(f"valkey://{LOOPBACK}:{server.port}/5") as other:
-        assert write(other, keys_of(1)) == [DONE]
-        assert read(other, keys_of(1)) == [DONE] and read(store, keys_of(1)) == [MISSING]
 
 
 # ---------------------------------------------------------------------------------------------------- damaged
@@ -186,17 +167,6 @@ def test_a_refusal_is_a_failure_with_its_kind_alone(server: Valkey) -> None:
         assert read(store, keys_of(2)) == [CORRUPT, MISSING], "it may not remove it"
 
 
-def test_a_server_that_takes_no_writes_is_a_failure_for_writes(server: Valkey, store: ValkeyStore) -> None:
-    write(store, keys_of(1))
-    server.ask("CONFIG", "SET", "min-replicas-to-write", "1")
-    try:
-        with fails("refuses: NOREPLICAS"):
-            write(store, keys_of(1, first=7))
-        assert read(store, keys_of(1)) == [DONE]
-    finally:
-        server.ask("CONFIG", "SET", "min-replicas-to-write", "0")
-
-
 # ---------------------------------------------------------------------------------------------- gone and back
 
 
@@ -227,22 +197,6 @@ def test_a_killed_server_fails_every_call_and_comes_back_empty(server: Valkey, s
     store.probe()
     assert read(store, keys_of(3)) == [MISSING] * 3
     assert write(store, keys_of(3)) == [DONE] * 3 and read(store, keys_of(3)) == [DONE] * 3
-
-
-def test_a_server_that_was_restarted_between_two_calls_is_not_even_noticed(
-    server: Valkey, store: ValkeyStore
-) -> None:
-    write(store, keys_of(3))
-    server.restart()
-    assert read(store, keys_of(3)) == [MISSING] * 3
-
-
-def test_a_closed_store_answers_no_call(server: Valkey) -> None:
-    with opened(server.url()) as store:
-        store.probe()
-        store.close()
-        with fails("closed"):
-            store.probe()
 
 
 # ----------------------------------------------------------------------------------------------- odd answers
@@ -315,35 +269,3 @@ def test_bytes_that_come_one_by_one_do_not_extend_the_deadline_and_their_connect
         with fails("answer within"):
             store.read_manifest("aa-1")
         assert closed.wait(HANG_S)
-
-
-def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    with opened("valkey://localhost", SHORT_S) as store:
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(HANG_S) and [])
-        with fails("answer within"):
-            store.probe()
-        release.set()
-
-
-def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(
-    server: Valkey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = [
-        (socket.AF_INET, socket.SOCK_STREAM, 0, "", (LOOPBACK, port)) for port in (free_port(), server.port)
-    ]
-    with opened("valkey://localhost") as store:
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
-        store.probe()
-
-
-def test_a_name_that_is_unknown_is_refused_at_start_and_a_failure_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("no-such-host.invalid", "x" * 70, "a..b"):
-        with pytest.raises(ConfigError, match="its host cannot be resolved"), opened(f"valkey://{name}"):
-            pass
-        with monkeypatch.context() as patch:
-            patch.setattr(penstock_valkey, "check_hosts", lambda hosts: None)  # it was known then
-            with opened(f"valkey://{name}") as store, fails("cannot be reached|answers with"):
-                store.probe()

@@ -99,17 +99,6 @@ def takes_a_part_for_the_whole(patch: Patch) -> None:
     patch.setattr(BlockLoad, "settled", property(lambda self: bool(self.copies) and self.copies[0].settled))
 
 
-def lets_go_of_what_it_read_when_its_table_ends(patch: Patch) -> None:
-    advance = Loads._advance
-
-    def faulty(self: Loads, load: BlockLoad) -> None:
-        if load.hold.ended:
-            load.end_kept()
-        advance(self, load)
-
-    patch.setattr(Loads, "_advance", faulty)
-
-
 def reads_into_slots_that_it_gives_back_with_its_table(patch: Patch) -> None:
     advance = Loads._advance
 

@@ -60,7 +60,7 @@ class Rig:
         self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers, rule_for((window,), BLOCK))
 
     def set_limits(self, limits: TierLimits) -> None:
-        self.saves.limits = self.loads.limits = self.loads.costs.limits = limits
+        self.saves.limits = self.loads.costs.limits = limits
 
     def make_cold(self) -> Sequence[ColdTier]:
         return ()

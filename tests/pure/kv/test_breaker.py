@@ -5,15 +5,11 @@ Holds invariant 22: a broken tier is fenced off and probed until it is back."""
 
 from __future__ import annotations
 
-import itertools
-import threading
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import IllegalTransition
-from penstock.kv.tiers.calls import _MOVES, MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState, Event
+from penstock.kv.tiers.calls import MAX_FAILED, MAX_PROBE_S, Breaker, BreakerState
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
 
@@ -25,11 +21,6 @@ def broken(clock: HandClock, probe_s: float = 1.0) -> Breaker:
     entered = breaker.enter()
     assert entered is not None and breaker.fail(entered)
     return breaker
-
-
-def test_one_failure_of_the_place_opens_it() -> None:
-    breaker = broken(HandClock())
-    assert breaker.state is BreakerState.OPEN and breaker.enter() is None and breaker.num_openings == 1
 
 
 def test_blocks_open_it_when_so_many_fail_in_a_row_over_calls() -> None:
@@ -48,17 +39,6 @@ def test_blocks_open_it_when_so_many_fail_in_a_row_over_calls() -> None:
 def test_a_store_that_is_full_or_has_nothing_of_ours_is_not_broken(outcome: Outcome) -> None:
     breaker = Breaker(1.0, HandClock())
     assert not breaker.note(0, [outcome] * (3 * MAX_FAILED)) and breaker.state is BreakerState.CLOSED
-
-
-def test_it_is_probed_when_it_is_time_by_one_at_a_time() -> None:
-    clock = HandClock()
-    breaker = broken(clock)
-    assert not breaker.try_probe()
-    clock.advance(1.0)
-    assert breaker.try_probe() and breaker.state is BreakerState.HALF_OPEN and breaker.enter() is None
-    assert not breaker.try_probe()
-    breaker.probed(True)
-    assert breaker.state is BreakerState.CLOSED and breaker.enter() == 1
 
 
 def waits(breaker: Breaker, clock: HandClock, num: int) -> list[float]:
@@ -110,19 +90,6 @@ def test_a_store_that_answers_probes_and_nothing_else_is_left_alone_for_longer_a
     )
 
 
-def test_news_of_before_it_opened_is_no_news() -> None:
-    clock = HandClock()
-    breaker = Breaker(1.0, clock)
-    early, also_early = breaker.enter(), breaker.enter()
-    assert early is not None and also_early is not None
-    assert breaker.fail(early) and not breaker.fail(also_early), "it is open already"
-    clock.advance(1.0)
-    assert breaker.try_probe() and not breaker.fail(also_early), "the probe decides"
-    breaker.probed(True)
-    assert not breaker.fail(also_early) and not breaker.note(also_early, [FAILED] * MAX_FAILED)
-    assert breaker.state is BreakerState.CLOSED and breaker.num_openings == 1
-
-
 def test_blocks_that_failed_before_it_opened_do_not_count_after() -> None:
     clock = HandClock()
     breaker = Breaker(1.0, clock)
@@ -135,45 +102,6 @@ def test_blocks_that_failed_before_it_opened_do_not_count_after() -> None:
         "late ones are not in it"
     )
     assert breaker.note(1, [FAILED] * (MAX_FAILED - 2))
-
-
-def test_what_the_table_does_not_allow_names_state_and_event() -> None:
-    clock = HandClock()
-    for state, event in itertools.product(BreakerState, Event):
-        breaker = Breaker(1.0, clock)
-        breaker.state = state
-        if (state, event) in _MOVES:
-            breaker._move(event)
-            assert breaker.state is _MOVES[state, event]
-        else:
-            with pytest.raises(IllegalTransition, match=f"{event.value} is not legal in state {state.value}"):
-                breaker._move(event)
-            assert breaker.state is state
-    with pytest.raises(IllegalTransition):
-        Breaker(1.0, clock).probed(True)
-
-
-def test_of_many_that_fail_at_once_one_opens_it() -> None:
-    breaker = Breaker(1.0, HandClock())
-    start, opened = threading.Barrier(4), []
-
-    def fail() -> None:
-        start.wait(10.0)
-        opened.append(breaker.fail(0))
-
-    threads = [threading.Thread(target=fail) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert sorted(opened) == [False, False, False, True] and breaker.num_openings == 1
-
-
-class Careless(Breaker):
-    """Believes late news."""
-
-    def _is_current(self, entered: int) -> bool:
-        return self.state is BreakerState.CLOSED
 
 
 def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) -> None:
@@ -218,11 +146,3 @@ EVENTS = st.lists(
 def test_any_life_of_it(events: list[tuple[str, int]]) -> None:
     clock = HandClock()
     any_life(Breaker(1.0, clock), clock, events)
-
-
-def test_a_life_that_goes_wrong_is_noticed() -> None:
-    clock = HandClock()
-    late = [("enter", 0), ("enter", 0), ("fail", 0), ("tick", 1), ("answer", 0), ("fail", 0)]
-    any_life(Breaker(1.0, clock), clock, late)
-    with pytest.raises(AssertionError):
-        any_life(Careless(1.0, clock), clock, late)

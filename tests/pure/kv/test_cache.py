@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from penstock.contract import TOKEN_IN_FLIGHT, KvLedger, Match, Prefix
-from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
+from penstock.contract import TOKEN_IN_FLIGHT, Match, Prefix
+from penstock.errors import HandleEnded, InvariantBroken, Leaked
 from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
@@ -36,81 +35,6 @@ def match(cache: KvCache, tokens: list[int]) -> Match:
     return cache.match(cache.prefix_of(tokens).keys)
 
 
-def test_the_cache_is_what_the_scheduler_expects_of_kv_storage():
-    ledger: KvLedger = new_cache(num_slots=7)
-    assert (ledger.block_tokens, ledger.num_blocks, ledger.num_available) == (BLOCK, 7, 7)
-
-
-def test_a_finished_prompt_is_matched_by_the_next_request():
-    cache = new_cache()
-    first = run(cache, "a", PROMPT)
-    assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
-    slots = first.slots(8).tolist()
-    first.release(None)
-    assert match(cache, [*PROMPT[:8], 99]) == Match(num_blocks=2, num_idle=2, pending=False)
-    second = cache.open("b", cache.prefix_of(PROMPT), 2)
-    assert second.slots(8).tolist() == slots
-    assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
-    assert cache.stats().hits_total == 2
-
-
-def test_a_page_aligned_prompt_can_be_opened_from_the_cache_in_full():
-    cache = new_cache()
-    tokens = PROMPT[:8]
-    run(cache, "a", tokens).release(None)
-    prefix = cache.prefix_of(tokens)
-    assert match(cache, tokens).num_blocks == len(prefix.keys) == 2
-    table = cache.open("b", prefix, 2)
-    assert table.num_slots == 2
-    assert not cache._tables.announcing
-    table.seal(tokens, 8, None)  # the last token was computed once more; there is nothing new to seal
-    assert cache.stats().duplicate_seals_total == 0
-    assert table.try_extend(1)
-    table.seal([*tokens, 20, 21, 22, 23], 12, None)
-    assert match(cache, [*tokens, 20, 21, 22, 23]).num_blocks == 3
-    table.release(None)
-    cache.close()
-
-
-def test_generated_tokens_continue_the_chain_of_the_prompt():
-    cache = new_cache()
-    tokens = [*PROMPT, 40, 41, 42, 43, 44, 45, 46]
-    table = run(cache, "a", tokens, num_prompt=len(PROMPT))
-    assert match(cache, tokens).num_blocks == 4
-    assert table.num_keyed == 4
-    table.release(None)
-
-
-def test_a_prompt_shorter_than_a_block_starts_the_chain_with_its_first_full_block():
-    cache = new_cache()
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    run(cache, "a", tokens, num_prompt=1).release(None)
-    assert match(cache, tokens).num_blocks == 2
-
-
-def test_keys_of_an_unfinished_prompt_are_pending_until_sealed_or_released():
-    cache = new_cache()
-    tokens = list(range(12))
-    table = cache.open("a", cache.prefix_of(tokens), 0)
-    table.try_extend(3)
-    assert match(cache, tokens) == Match(0, 0, pending=True)
-    table.seal(tokens, 5, None)
-    assert match(cache, tokens) == Match(1, 0, pending=True)
-    assert match(cache, [*tokens[:4], 7, 7, 7, 7]) == Match(1, 0, pending=False)
-    table.release(None)
-    assert match(cache, tokens) == Match(1, 1, pending=False)
-    assert not cache._tables.announcing
-
-
-def test_a_key_announced_twice_stays_pending_until_the_second_gives_up():
-    cache = new_cache()
-    one, two = (cache.open(owner, cache.prefix_of(PROMPT), 0) for owner in ("one", "two"))
-    one.release(None)
-    assert match(cache, PROMPT).pending
-    two.release(None)
-    assert not match(cache, PROMPT).pending
-
-
 # Holds invariant 15: the second copy is dropped and counted.
 def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_second():
     cache = new_cache()
@@ -121,47 +45,6 @@ def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_s
     one.release(None)
     assert cache.stats().slots["device"] == SlotCounts(free=14, reserved=0, active=0, pinned=0, idle=2)
     cache.check()
-
-
-def test_tenants_with_different_salts_share_nothing():
-    cache = new_cache()
-    run(cache, "a", PROMPT).release(None)
-    assert cache.match(cache.prefix_of(PROMPT, salt="tenant").keys) == Match(0, 0, False)
-    assert cache.match(cache.prefix_of(PROMPT, salt="").keys).num_blocks == 2
-
-
-def test_a_table_that_does_not_fit_is_not_extended_at_all():
-    cache = new_cache(num_slots=4)
-    table = cache.open("a", None, 0)
-    assert not table.try_extend(5)
-    assert (table.num_slots, cache.num_available) == (0, 4)
-    assert table.try_extend(4)
-    assert not table.try_extend(1)
-    assert table.try_extend(0)
-
-
-def test_a_slot_view_has_exactly_the_blocks_of_its_tokens():
-    cache = new_cache()
-    table = cache.open("a", None, 0)
-    table.try_extend(3)
-    assert [table.slots(n).size for n in (0, 1, 4, 5, 8, 9, 12)] == [0, 1, 1, 2, 2, 3, 3]
-    assert table.slots(12).dtype == np.int32
-    assert not table.slots(12).flags.writeable
-    for wrong in (13, -4):
-        with pytest.raises(InvariantBroken):
-            table.slots(wrong)
-
-
-def test_reset_forgets_what_nobody_uses():
-    cache = new_cache()
-    run(cache, "a", PROMPT).release(None)
-    held = run(cache, "b", [90, 91, 92, 93])
-    assert cache.reset().forgotten == {"device": 2}
-    assert match(cache, PROMPT).num_blocks == 0
-    assert match(cache, [90, 91, 92, 93]).num_blocks == 1
-    assert cache.stats().evictions_total == 2
-    assert cache.reset().forgotten == {"device": 0}
-    held.release(None)
 
 
 def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
@@ -180,16 +63,6 @@ def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
         cache.open("b", prefix, 1)
 
 
-def test_a_request_without_a_prefix_leaves_nothing_behind():
-    cache = new_cache()
-    table = cache.open("a", None, 0)
-    table.try_extend(3)
-    table.seal(PROMPT, 10, None)
-    table.release(None)
-    assert cache.stats().num_keys == 0
-    assert cache.num_available == 16
-
-
 def test_opening_with_blocks_that_are_not_here_changes_nothing():
     cache = new_cache()
     run(cache, "a", PROMPT[:4]).release(None)
@@ -198,16 +71,6 @@ def test_opening_with_blocks_that_are_not_here_changes_nothing():
         with pytest.raises(InvariantBroken, match="of which"):
             cache.open("b", prefix, num)
     assert cache.stats() == before
-    cache.close()
-
-
-def test_a_prefix_that_names_a_block_twice_is_refused_without_a_leak():
-    cache = new_cache()
-    run(cache, "a", PROMPT).release(None)
-    scope, keys = cache.prefix_of(PROMPT)
-    with pytest.raises(InvariantBroken, match="twice"):
-        cache.open("b", Prefix(scope, (keys[0], keys[0])), 2)
-    cache.check()
     cache.close()
 
 
@@ -238,16 +101,6 @@ def test_a_block_with_a_token_in_flight_is_not_sealed():
     assert cache.stats().num_keys == 3
 
 
-def test_sealing_where_no_block_became_full_does_no_work(monkeypatch):
-    cache = new_cache()
-    table = run(cache, "a", PROMPT)
-    monkeypatch.setattr(BlockTable, "next_keys", lambda *_: pytest.fail("no key is wanted"))
-    keyed = cache.stats().num_keys
-    table.seal(PROMPT, 10, None)
-    table.seal(PROMPT, 3, None)
-    assert cache.stats().num_keys == keyed
-
-
 @pytest.mark.parametrize("use", ["release", "extend", "seal", "slots"])
 def test_a_released_table_is_of_no_use(use):
     cache = new_cache()
@@ -276,36 +129,6 @@ def test_closing_with_a_table_out_raises_and_names_its_request():
     cache.close()
 
 
-def test_a_pin_keeps_blocks_of_a_released_table_from_the_next_request():
-    cache = new_cache(num_slots=3)
-    table = run(cache, "a", PROMPT)
-    pin = cache._pool.pin(table.slots(8), "demote")
-    table.release(None)
-    assert cache.stats().slots["device"] == SlotCounts(free=1, reserved=0, active=0, pinned=2, idle=0)
-    assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
-    other = cache.open("b", None, 0)
-    assert not other.try_extend(2)
-    pin.end()
-    assert other.try_extend(2)
-
-
-def test_the_fence_of_a_released_table_reaches_the_table_that_draws_its_slots():
-    cache, compute, demote = new_cache(num_slots=3), FakeLane("compute"), FakeLane("demote")
-    first = cache.open("a", None, 0)
-    first.try_extend(3)
-    pin = cache._pool.pin(first.slots(4), "demote")
-    step, copy = compute.record(), demote.record()
-    first.release(step)
-    second = cache.open("b", None, 0)
-    second.try_extend(1)
-    assert second.take_after() == (step,)
-    assert second.take_after() == ()
-    pin.end(copy)
-    second.try_extend(1)
-    second.try_extend(1)
-    assert set(second.take_after()) == {step, copy}
-
-
 def test_a_table_keeps_no_fence_that_has_passed():
     cache, compute = new_cache(num_slots=2), FakeLane("compute")
     tables = [cache.open(owner, None, 0) for owner in ("a", "b")]
@@ -329,11 +152,6 @@ def test_stats_count_hits_and_misses_in_blocks():
     table.release(None)
 
 
-def test_a_device_without_slots_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one slot"):
-        KvCache(BlockPool(0, "device"), SCOPE)
-
-
 def test_a_table_announces_the_blocks_of_its_prompt_and_none_behind() -> None:
     keys = tuple(bytes([number]) * 16 for number in range(3))
     table = new_cache().open("request", Prefix(b"scope", keys[:2]), 0)
@@ -351,3 +169,10 @@ def test_the_first_block_that_is_not_shared_has_a_key_under_the_tables_own_scope
     table.release(None)
     other.release(None)
     cache.close()
+
+
+def test_tenants_with_different_salts_share_nothing():
+    cache = new_cache()
+    run(cache, "a", PROMPT).release(None)
+    assert cache.match(cache.prefix_of(PROMPT, salt="tenant").keys) == Match(0, 0, False)
+    assert cache.match(cache.prefix_of(PROMPT, salt="").keys).num_blocks == 2

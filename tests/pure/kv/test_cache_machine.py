@@ -1,5 +1,4 @@
-"""The cache against a naive reference that knows blocks by their tokens, in any order of calls; and faults
-that this must notice.
+"""The cache against a naive reference that knows blocks by their tokens, in any order of calls.
 
 The reference never hashes: a block's identity is its tenant and all tokens up to its end. It predicts every
 match exactly.
@@ -10,26 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
-from penstock.contract import Fence, Match, Prefix
-from penstock.errors import PenstockError
-from penstock.kv import ledger as ledger_module
-from penstock.kv import table as table_module
-from penstock.kv.blocks.eviction import LruOrder
-from penstock.kv.blocks.handles import Hold, Pin
+from penstock.contract import Match, Prefix
+from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotCounts, as_run
+from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from tests.pure.kv.kv_fakes import FakeFence, FakeLane
@@ -285,109 +278,3 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestCacheAgainstItsReference = CacheMachine.TestCase
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-def forgets_to_withdraw_what_it_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = BlockTable.release
-
-    def faulty(self: BlockTable, fence: Fence | None) -> None:
-        announcing = set(self._tables.announcing)
-        release(self, fence)
-        self._tables.announcing |= announcing
-
-    monkeypatch.setattr(BlockTable, "release", faulty)
-
-
-def looks_for_an_announcement_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    announces = BlockTable.announces
-    monkeypatch.setattr(BlockTable, "announces", lambda self, number, key: announces(self, number + 1, key))
-
-
-def takes_back_what_others_announce(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = BlockTable.release
-
-    def faulty(self: BlockTable, fence: Fence | None) -> None:
-        release(self, fence)
-        self._tables.announcing.clear()
-
-    monkeypatch.setattr(BlockTable, "release", faulty)
-
-
-def starts_a_new_chain_for_generated_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = table_module.block_key
-    monkeypatch.setattr(table_module, "block_key", lambda parent, tokens, scope: honest(None, tokens, scope))
-
-
-def seals_a_block_that_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = BlockTable.seal
-    monkeypatch.setattr(
-        BlockTable,
-        "seal",
-        lambda self, tokens, num, fence: seal(self, [*tokens, 0], num + num % BLOCK, fence),
-    )
-
-
-def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix_of = KvCache.prefix_of
-    monkeypatch.setattr(KvCache, "prefix_of", lambda self, tokens, salt="": prefix_of(self, tokens))
-
-
-def matches_beyond_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        BlockPool,
-        "find",
-        lambda self, keys, like=None: as_run([slot for slot in self.find_each(keys) if slot >= 0]),
-    )
-
-
-def keys_that_ignore_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(tokens, block_tokens, scope):
-        full = range(0, len(tokens) - block_tokens + 1, block_tokens)
-        return tuple(
-            table_module.block_key(None, tokens[start : start + block_tokens], scope) for start in full
-        )
-
-    monkeypatch.setattr(ledger_module, "prefix_keys", faulty)
-
-
-def frees_the_deepest_block_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = LruOrder.add
-    monkeypatch.setattr(LruOrder, "add", lambda self, slots: add(self, slots[::-1]))
-
-
-def drops_the_fences_of_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hold, "add_after", lambda self, fences: None)
-
-
-FAULTS = [
-    forgets_to_withdraw_what_it_announced,
-    looks_for_an_announcement_one_block_off,
-    takes_back_what_others_announce,
-    starts_a_new_chain_for_generated_blocks,
-    seals_a_block_that_is_not_full,
-    ignores_the_salt,
-    matches_beyond_a_gap,
-    keys_that_ignore_the_parent,
-    frees_the_deepest_block_last,
-    drops_the_fences_of_what_it_draws,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_reference_notices_a_cache_that(fault, monkeypatch):
-    fault(monkeypatch)
-    quick = settings(
-        max_examples=2000,  # it ends at the first that shows the fault
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, PenstockError, KeyError)):
-        run_state_machine_as_test(CacheMachine, settings=quick)

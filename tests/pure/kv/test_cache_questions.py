@@ -10,7 +10,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.policy import TierLimits
 from tests.pure.kv.storage_rig import BLOCK, LAYERS, LAYOUT
-from tests.pure.kv.test_cache_tiers import BLOCKS, PROMPT, Cached
+from tests.pure.kv.test_cache_tiers import PROMPT, Cached
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 
@@ -38,54 +38,7 @@ def test_a_start_takes_as_long_as_what_is_left_and_what_is_loaded(
     rig.end()
 
 
-# ---------------------------------------------------------------------------- nothing is reused on the device
-
-
-def test_without_a_device_cache_nobody_waits_for_what_another_computes() -> None:
-    """It gets a key for colder tiers alone: it will never be found on the device."""
-    rig = Cached(prefix_cache=False)
-    table = rig.cache.open("first", rig.prefix(), 0)
-    assert table.try_extend(3)
-    assert not rig.cache.is_pending(rig.prefix().keys) and rig.cache.match(rig.prefix().keys) == Match(
-        0, 0, False, 0
-    )
-    table.release(None)
-    rig.end()
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_what_lands_for_a_table_that_has_gone_is_kept_only_where_it_can_be_found(prefix_cache: bool) -> None:
-    rig = Cached(prefix_cache=prefix_cache)
-    rig.remembered()
-    table, _ = rig.loading()
-    table.release(None)
-    rig.finish()
-    stats = rig.cache.stats()
-    kept = len(BLOCKS) if prefix_cache else 0
-    assert (stats.num_keys, stats.slots["device"].idle, stats.slots["device"].free) == (kept, kept, 8 - kept)
-    rig.end()
-
-
 # --------------------------------------------------------------------------------------------------- retained
-
-
-def test_a_retention_that_is_looked_after_often_leaves_nothing_wanted_at_its_end() -> None:
-    rig = Cached(num_device=4, num_host=4)
-    rig.run("request", PROMPT[:8]).release(None)
-    rig.finish()
-    retention = rig.cache.retain(rig.prefix(), 5.0)
-    for _ in range(3):
-        retention.look_again()
-        assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (2, 2)
-    more = rig.run("more", PROMPT[:8] + list(range(50, 58)))  # moves nothing, and lands behind it
-    more.release(None)
-    rig.finish()
-    retention.look_again()
-    retention.end()
-    assert (rig.pool.num_unwanted, rig.host.pool.num_unwanted) == (4, 4), (
-        "a want that was replaced has ended, too"
-    )
-    rig.end()
 
 
 def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
@@ -110,46 +63,12 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
 # ---------------------------------------------------------------------------------------------------- balance
 
 
-def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
-    rig = Cached(num_device=6, num_host=5)
-    rig.run("request", PROMPT[:8]).release(None)
-    rig.finish()
-    table = rig.run("running", PROMPT[:4])
-    lease = rig.host.lease(rig.prefix(PROMPT[:8]).keys, "other")
-    assert lease is not None and lease.claim(0, 1)
-    told: dict[str, dict[str, int]] = {}
-
-    class Observer:
-        def balanced(self, pool: str, counts: dict[str, int]) -> None:
-            assert pool not in told
-            told[pool] = counts
-
-    rig.cache.tell_balance(Observer())  # type: ignore[arg-type]
-    assert told == {"device": rig.pool.counts._asdict(), "host": rig.host.pool.counts._asdict()}
-    assert [sum(counts.values()) for counts in told.values()] == [6, 5] and told["host"]["pinned"] == 1
-    lease.end()
-    table.release(None)
-    rig.finish()
-    rig.end()
-
-
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_one_in_eight_slots_of_host_memory_is_not_promised_to_contexts_that_stay_there(
     prefix_cache: bool,
 ) -> None:
     rig = Cached(prefix_cache, num_host=24)
     assert rig.cache.num_pageable == (21 if prefix_cache else 0)
-    rig.end()
-
-
-def test_what_has_come_to_host_memory_since_a_lease_was_taken_is_matched() -> None:
-    rig = Cached()
-    rig.remembered(PROMPT[:4])
-    lease = rig.cache.lease("request", rig.prefix())
-    assert lease is not None and rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, False, 1)
-    rig.remembered(PROMPT)
-    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, False, 2)
-    lease.end()
     rig.end()
 
 
@@ -189,35 +108,6 @@ def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table
         "the first is everybody's"
     )
     assert not rig.writeback._unshared and not rig.writeback.unwanted, "nothing is known of it any more"
-    rig.end()
-
-
-def test_keys_that_two_contexts_had_are_forgotten_once() -> None:
-    """Both may be dropped at the same time."""
-    rig = Cached()
-    table = rig.run("request", PROMPT[:4])
-    table.close_scope(0)
-    rig.finish()
-    keys = list(table.sealed_keys)
-    before = rig.host.pool.counts.free
-    rig.cache.forget_closed([*keys, *keys])
-    assert rig.host.pool.counts.free == before + len(keys) and rig.host.num_leading(keys) == 0
-    rig.cache.check()
-    table.release(None)
-    rig.end()
-
-
-def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_their_table() -> None:
-    rig = Cached()
-    table = rig.cache.open("request", rig.prefix(), 0)
-    table.close_scope(BLOCK)
-    assert table.try_extend(2)
-    table.seal(PROMPT, 2 * BLOCK, None)
-    rig.cache.submit_saves()
-    rig.finish()
-    assert len(list(rig.host.pool.keys())) == 2
-    table.release(None)
-    assert list(rig.host.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
     rig.end()
 
 
@@ -322,28 +212,6 @@ def test_a_deep_request_does_not_begin_where_host_memory_has_lost_a_part_of_it(n
     rig.end()
 
 
-def test_a_deep_request_begins_with_as_many_blocks_as_were_matched_though_host_memory_has_more() -> None:
-    rig = Cached()
-    rig.remembered()
-    table = rig.cache.open("deep", rig.prefix(), 0, 1)
-    assert table is not None and (table.num_paged, table.num_keyed, len(table.paged_slots)) == (1, 1, 1)
-    table.release(None)
-    rig.end()
-
-
-def test_in_units_of_two_a_block_waits_for_the_one_behind_it_which_is_saved_once_more() -> None:
-    rig = Cached()
-    table = rig.run("request", THREE)
-    rig.finish()
-    rig.host.forget(rig.prefix(THREE).keys[1:2])
-    assert table.page_out(2, None, unit=2) == 0 and table.num_paged == 0
-    rig.finish()
-    assert table.page_out(3, None, unit=2) == 2 == table.num_paged
-    assert rig.saves.mover.counts.num_blocks == (3 + 1)
-    table.release(None)
-    rig.end()
-
-
 def test_of_what_is_to_be_paged_out_that_is_saved_once_more_which_host_memory_lacks() -> None:
     """Under its own key: what lies behind a gap is there already."""
     rig = Cached()
@@ -394,10 +262,43 @@ def test_a_deep_request_that_is_retracted_takes_nothing_along() -> None:
     rig.end()
 
 
-def test_a_request_that_has_computed_nothing_is_retracted_with_nothing() -> None:
+def test_keys_that_two_contexts_had_are_forgotten_once() -> None:
+    """Both may be dropped at the same time."""
+    rig = Cached()
+    table = rig.run("request", PROMPT[:4])
+    table.close_scope(0)
+    rig.finish()
+    keys = list(table.sealed_keys)
+    before = rig.host.pool.counts.free
+    rig.cache.forget_closed([*keys, *keys])
+    assert rig.host.pool.counts.free == before + len(keys) and rig.host.num_leading(keys) == 0
+    rig.cache.check()
+    table.release(None)
+    rig.end()
+
+
+def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_their_table() -> None:
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)
+    table.close_scope(BLOCK)
     assert table.try_extend(2)
-    assert table.retract(0, None) is None
-    assert rig.cache.num_in_flight == 0 and len(rig.host.leases) == 0
+    table.seal(PROMPT, 2 * BLOCK, None)
+    rig.cache.submit_saves()
+    rig.finish()
+    assert len(list(rig.host.pool.keys())) == 2
+    table.release(None)
+    assert list(rig.host.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
+    rig.end()
+
+
+def test_in_units_of_two_a_block_waits_for_the_one_behind_it_which_is_saved_once_more() -> None:
+    rig = Cached()
+    table = rig.run("request", THREE)
+    rig.finish()
+    rig.host.forget(rig.prefix(THREE).keys[1:2])
+    assert table.page_out(2, None, unit=2) == 0 and table.num_paged == 0
+    rig.finish()
+    assert table.page_out(3, None, unit=2) == 2 == table.num_paged
+    assert rig.saves.mover.counts.num_blocks == (3 + 1)
+    table.release(None)
     rig.end()

@@ -1,18 +1,21 @@
-"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of the tables;
-and faults that turn these tests red."""
+"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of tables."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from penstock.contract import Adapter, Match, Prefix
 from penstock.errors import InvariantBroken, LaneClosed, Leaked
+from penstock.kv import cache as cache_module
 from penstock.kv.blocks.key import Scope
 from penstock.kv.cache import KvCache
+from penstock.kv.memory import HostMemory
 from penstock.kv.table import BlockTable
-from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad
-from tests.pure.kv.storage_rig import BLOCK, LAYERS, Rig
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, Rig
 
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 PROMPT = list(range(10))  # two full blocks and a half
@@ -103,27 +106,6 @@ def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
     rig.end()
 
 
-def test_what_is_forgotten_is_neither_on_the_device_nor_in_host_memory() -> None:
-    rig = Cached()
-    rig.run("request").release(None)
-    rig.finish()
-    assert rig.cache.forget(rig.prefix().keys[1:]) == 2
-    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.pool.num_keys) == (1, 1)
-    assert rig.cache.forget(rig.prefix().keys) == 2 and rig.cache.forget(rig.prefix().keys) == 0
-    assert (rig.pool.counts.free, rig.host.pool.counts.free) == (rig.pool.num_slots, rig.host.num_slots)
-    rig.end()
-
-
-def test_what_a_table_holds_is_not_forgotten_in_any_tier() -> None:
-    rig = Cached()
-    table = rig.run("request")
-    rig.finish()
-    assert rig.cache.forget(rig.prefix().keys) == 0
-    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.pool.num_keys) == (2, 2)
-    table.release(None)
-    rig.end()
-
-
 def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_end() -> None:
     rig = Cached()
     rig.remembered()
@@ -153,40 +135,6 @@ def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_hos
     rig.cache.check()
     assert (rig.pool.counts, rig.host.pool.counts) == before and table.num_fetched == 0
     table.release(None)
-    rig.end()
-
-
-def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_its_keys() -> None:
-    rig = Cached()
-    rig.remembered()
-    assert rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0), (
-        "without a lease nobody says how long it stays there"
-    )
-    table, _ = rig.loading()
-    assert rig.cache.stats().num_keys == 0 and rig.cache.num_in_flight == 1
-    assert rig.finish()
-    assert rig.content() == BLOCKS and table.num_keyed == 2 and rig.cache.stats().promoted_total == 2
-    assert rig.cache.match(rig.prefix().keys) == Match(2, 0, False, 0)
-    table.release(None)
-    rig.end()
-
-
-def test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone() -> None:
-    rig = Cached()
-    rig.remembered()
-    table, promotion = rig.loading()
-    lease = rig.cache.lease("second", rig.prefix())
-    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
-    table.release(None)
-    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
-    assert rig.cache.num_settling == 2
-    promotion.deadline_s = 0.0
-    assert not rig.cache.match(rig.prefix().keys, lease).pending, "it is late: nobody waits for it"
-    assert rig.cache.num_settling == 0
-    rig.finish()
-    assert rig.content() == BLOCKS, "what came all the same is there for others"
-    assert lease is not None
-    lease.end()
     rig.end()
 
 
@@ -255,31 +203,6 @@ def test_nothing_is_sealed_behind_blocks_that_have_not_come() -> None:
     rig.end()
 
 
-def test_a_promotion_without_room_or_tier_is_refused() -> None:
-    rig = Cached(num_device=3)
-    rig.remembered()
-    table = rig.cache.open("request", rig.prefix(), 0)
-    lease = rig.cache.lease("request", rig.prefix())
-    assert lease is not None and rig.cache.open("greedy", None, 0).try_extend(2)
-    with pytest.raises(InvariantBroken, match="without room"):
-        table.promote(lease, 2, 1)
-    assert lease.num_from(0) == 2
-    alone = KvCache(Rig().pool, SCOPE)
-    with pytest.raises(InvariantBroken, match="nowhere to move to"):
-        alone.open("request", None, 0).promote(lease, 2, 1)
-    lease.end()
-
-
-def test_retracting_while_blocks_are_on_their_way_saves_nothing_of_them() -> None:
-    rig = Cached()
-    rig.remembered()
-    table, _ = rig.loading()
-    assert table.retract(8, None) is None
-    rig.finish()
-    assert rig.content() == BLOCKS
-    rig.end()
-
-
 def test_a_full_match_is_retracted_to_its_end() -> None:
     """Its last token is to be computed once more, and is there: nobody may take its block for half empty."""
     rig = Cached()
@@ -291,51 +214,6 @@ def test_a_full_match_is_retracted_to_its_end() -> None:
     rig.finish()
     assert lease.num_from(0) == 2
     lease.end()
-    rig.end()
-
-
-def test_a_half_saved_block_comes_back_without_a_key() -> None:
-    rig = Cached()
-    table = rig.cache.open("request", rig.prefix(), 0)
-    assert table.try_extend(2)
-    table.seal(PROMPT, 4, None)
-    lease = table.retract(6, None)
-    assert lease is not None and isinstance(lease, HostLease)
-    rig.finish()
-    rig.cache.reset(["device"])
-    again = rig.cache.open("request", rig.prefix(), 0)
-    again.promote(lease, 2, 1)
-    rig.finish()
-    assert again.num_keyed == 1 and rig.cache.match(rig.prefix().keys) == Match(1, 0, True, 0)
-    again.release(None)
-    rig.end()
-
-
-def test_without_a_device_cache_nothing_stays_and_everything_is_in_the_host_tier() -> None:
-    rig = Cached(prefix_cache=False)
-    rig.run("earlier").release(None)
-    assert rig.cache.stats().slots["device"].pinned == 2, "while the save reads them"
-    rig.finish()
-    assert rig.cache.stats().slots["device"].free == 8 and rig.cache.stats().num_keys == 0
-    table, _ = rig.loading()
-    assert rig.cache.match(rig.prefix().keys, rig.cache.lease("second", rig.prefix())).num_colder == 2, (
-        "also while another loads it"
-    )
-    table.release(None)
-    rig.finish()
-    assert rig.cache.stats().slots["device"].free == 8
-
-
-def test_reset_forgets_one_tier_or_both() -> None:
-    rig = Cached()
-    rig.run("earlier").release(None)
-    rig.finish()
-    assert list(rig.cache.stats().slots) == ["device", "host"]
-    assert (
-        rig.cache.reset(["host"]).forgotten == {"host": 2}
-        and rig.cache.match(rig.prefix().keys).num_blocks == 2
-    )
-    assert rig.cache.reset().forgotten == {"device": 2, "host": 0}
     rig.end()
 
 
@@ -351,14 +229,6 @@ def test_adapter_reloaded_under_the_same_name_hits_stale_kv() -> None:
     rig.end()
 
 
-def test_closing_waits_for_what_is_on_its_way() -> None:
-    rig = Cached()
-    rig.run("earlier").release(None)
-    assert rig.cache.num_in_flight == 1
-    rig.end()
-    assert rig.host.pool.num_keys == 2
-
-
 # Holds invariant 11: close raises while a table or a lease is out.
 @pytest.mark.parametrize("left", ["table", "lease"])
 def test_closing_with_something_left_raises(left: str) -> None:
@@ -370,3 +240,80 @@ def test_closing_with_something_left_raises(left: str) -> None:
         rig.cache.lease("request", rig.prefix())
     with pytest.raises(Leaked):
         rig.cache.close()
+
+
+def test_all_tiers_together_have_the_time_that_closing_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, now, given = Stacked("ssd", "remote"), [0.0], list[float]()
+    monkeypatch.setattr(cache_module.time, "monotonic", lambda: now[0])
+
+    def close(timeout_s: float) -> None:
+        given.append(timeout_s)
+        now[0] += 4.0
+
+    parts = (rig.cache.saves.mover, rig.cache.loads.mover, *rig.cache.cold_tiers.values())
+    closed = [part.close for part in parts]
+    monkeypatch.setattr(rig.cache, "drain", lambda timeout_s: None)
+    for part in parts:
+        monkeypatch.setattr(part, "close", close)
+    rig.cache.close(10.0)
+    assert given == [10.0, 6.0, 2.0, 1.0], "and a moment where nothing is left"
+    monkeypatch.undo()
+    for ends in closed:
+        ends(1.0)
+
+
+class Memory:
+    """An arena that is ready at once, and knows whether it is closed."""
+
+    closed = False
+
+    def prepare(
+        self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]
+    ) -> None:
+        ready(range(16))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_host_memory_is_given_back_with_the_tier_over_it() -> None:
+    rig, arena = Rig(), Memory()
+    rig.host.memory = HostMemory(arena, rig.host.ready)
+    rig.save(KEYS[:2]).end()
+    assert not arena.closed
+    rig.close()
+    assert arena.closed
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_read_that_is_over_wakes_who_waits_for_it(tier: str) -> None:
+    rig = Stacked(tier)
+    rig.remembered(2, tiers=[tier])
+    woken: list[str] = []
+    rig.cache.call_when_launched(lambda: woken.append("woken"))
+    lease = rig.cache.lease("request", rig.prefix(2))
+    assert lease is not None
+    rig.lanes.run_all()
+    assert lease.ready and len(woken) == (0 if tier == "ssd" else 1), "an answer from memory is there at once"
+    woken.clear()
+    table = rig.cache.open("request", rig.prefix(2), 0)
+    table.promote(lease, 2, 1)
+    rig.lanes.run_all()
+    assert rig.cache.num_in_flight and len(woken) == 1
+    rig.flow()
+    woken.clear()
+    rig.cache.persist()
+    rig.cache.settle()
+    rig.lanes.run_all()
+    assert woken, "and so does a sync"
+    rig.end(table)
+
+
+def test_what_a_table_holds_is_not_forgotten_in_any_tier() -> None:
+    rig = Cached()
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.forget(rig.prefix().keys) == 0
+    assert (len(rig.pool.find(rig.prefix().keys)), rig.host.pool.num_keys) == (2, 2)
+    table.release(None)
+    rig.end()

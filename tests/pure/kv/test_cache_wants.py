@@ -7,11 +7,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.contract import Match
-from penstock.errors import InvariantBroken
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import Displaces, HostLease
-from penstock.kv.tiers.loads import BlockLoad
 from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.test_cache_tiers import BLOCKS, PROMPT, SCOPE, Cached
 
@@ -56,74 +54,6 @@ def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_th
     rig.end()
 
 
-def test_no_claim_on_what_has_ended() -> None:
-    rig = Cached()
-    rig.remembered()
-    lease = lease_of(rig, rig.prefix())
-    lease.end()
-    assert not lease.claim(0, 2) and rig.host.pool.counts.pinned == 0
-    late = lease_of(rig, rig.prefix())
-    rig.now_s += 1e6
-    rig.cache.settle()
-    assert late.expired and not late.claim(0, 2)
-    table = rig.cache.open("request", rig.prefix(), 0)
-    with pytest.raises((InvariantBroken, IndexError)):
-        table.promote(late, 2, 1)
-    table.release(None)
-    rig.end()
-
-
-@pytest.mark.parametrize("way", ["end", "expire", "claim", "take"])
-def test_a_lease_wants_nothing_any_more(way: str) -> None:
-    rig = Cached()
-    rig.remembered()
-    lease = lease_of(rig, rig.prefix())
-    assert rig.host.pool.num_unwanted == rig.host.num_slots - 2
-    if way == "expire":
-        rig.now_s += 1e6
-        rig.cache.settle()
-        assert rig.host.pool.num_unwanted == rig.host.num_slots
-    elif way == "claim":
-        assert lease.claim(0, 1) and rig.host.pool.counts.pinned == 1
-        assert rig.host.pool.num_unwanted == rig.host.num_slots - 1, (
-            "what it was not admitted with is nobody's"
-        )
-    elif way == "take":
-        for handle in lease.take() or ():
-            handle.end()
-    lease.end()
-    assert rig.host.pool.num_unwanted == rig.host.num_slots and len(rig.host.leases) == 0
-    rig.end()
-
-
-def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_again() -> None:
-    rig = Stacked("ssd")
-    prefix = rig.prefix(4)
-    rig.put("ssd", list(prefix.keys))
-    taken = rig.host.take(prefix.keys[:2], range(2), "earlier")
-    assert taken.reservation is not None
-    rig.host.land(taken)
-    lease = lease_of(rig, prefix)
-    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.runs_from(0) == [
-        ("host", 2),
-        ("ssd", 2),
-    ]
-    rig.host.pool.evict(99)
-    assert not lease.claim(0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
-    lease.end()
-    lease = lease_of(rig, prefix)
-    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.claim(0, 4)
-    table = rig.cache.open("request", prefix, 0)
-    load = table.promote(lease, 4, 1)
-    assert isinstance(load, BlockLoad)
-    while not load.settled:
-        rig.flow()
-    assert load.num_landed == 4 and table.num_keyed == 4
-    table.release(None)
-    rig.cache.drain(1.0)
-    rig.cache.check()
-
-
 # -------------------------------------------------------------------------------------------------- retracted
 
 
@@ -154,16 +84,6 @@ def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -
     rig.end()
 
 
-def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
-    rig = Cached(num_host=4)
-    lease = rig.run("request").retract(10, None)
-    assert lease is not None
-    lease.end()  # cancelled while it is saved
-    rig.finish()
-    assert rig.host.pool.num_unwanted == 4 and len(rig.host.leases) == 0
-    rig.end()
-
-
 # --------------------------------------------------------------------------------------------------- retained
 
 
@@ -191,21 +111,6 @@ def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
     rig.end()
 
 
-def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None:
-    rig = Cached(num_device=4, num_host=4)
-    rig.run("request", PROMPT[:8]).release(None)
-    rig.finish()
-    retention = rig.cache.retain(rig.prefix(), 5.0)
-    rig.pool.coldest(4, drops_wants=True)
-    rig.host.pool.coldest(4, drops_wants=True)  # somebody looked for room everywhere, and did not take it
-    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (4, 4)
-    retention.look_again()
-    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (2, 2)
-    retention.end()
-    assert (rig.host.pool.num_unwanted, rig.pool.num_unwanted) == (4, 4)
-    rig.end()
-
-
 # --------------------------------------------------------------------------------------------- room and times
 
 
@@ -220,17 +125,3 @@ def test_where_nothing_on_the_device_is_found_again_room_is_always_there(tiers: 
     else:
         alone = KvCache(BlockPool(2, "alone"), SCOPE)
         assert alone.make_room(2, 0) and alone.start_s(100, Match(0, 0, False)) is None
-
-
-def test_a_start_takes_what_is_left_to_compute_and_to_load() -> None:
-    rig = Cached()
-    assert rig.cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing was measured"
-    for num, seconds in ((1000, 1.0), (2000, 2.0), (1000, 1.0)):
-        rig.loads.costs.prefill.add(num, num / 2, seconds)
-    whole = rig.cache.start_s(64, Match(0, 0, False, 0))
-    found = rig.cache.start_s(64, Match(8, 0, False, 0))
-    colder = rig.cache.start_s(64, Match(0, 0, False, 8))
-    assert whole is not None and found is not None and colder is not None
-    assert 0 < found < whole and found <= colder
-    assert rig.cache.start_s(64, Match(99, 0, False, 0)) > 0, "one token is always computed"
-    rig.end()

@@ -54,21 +54,6 @@ class Checked(Rig):
         return [(what, "host", slot, key, digest(key)) for slot, key in zip(slots, keys, strict=True)]
 
 
-def test_of_saved_blocks_those_that_are_copied_are_told_where_they_go() -> None:
-    rig = Checked()
-    rig.save([KEYS[1], KEYS[3]]).end()
-    rig.told.events.clear()
-    rig.told.spoiled.clear()
-    rig.save(KEYS[:5], "second").end()
-    new = [KEYS[0], KEYS[2], KEYS[4]]
-    assert sorted(rig.told.events) == sorted(rig.expected("demoted", new))
-    assert [(arena, sorted(slots)) for arena, slots in rig.told.spoiled] == [
-        ("host", sorted(rig.host.pool.find_each(new)))
-    ]
-    assert rig.in_host(KEYS[:5]) == KEYS[:5]
-    rig.close()
-
-
 @pytest.mark.parametrize("num_there", [0, 1, 2, 3])
 def test_of_a_retraction_what_host_memory_has_not_is_told_and_the_tail_without_a_key_is_not(
     num_there: int,

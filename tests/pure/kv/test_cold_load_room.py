@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from penstock.contract import Match
-from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers.loads import BlockLoad
@@ -29,40 +28,6 @@ def test_without_room_in_host_memory_it_ends_before_the_first_that_has_none() ->
     rig.end(table)
 
 
-def test_without_any_room_nothing_is_read_and_nothing_waits() -> None:
-    rig = from_ssd(num_host=EIGHT)
-    private = rig.host.take_private(8, "somebody")
-    assert private is not None
-    table, load = rig.load(EIGHT)
-    assert load.settled and load.over and load.limit == 0 and len(rig.tiers["ssd"].readings) == 0
-    assert isinstance(load.error(), TransferFailed)
-    private.rollback()
-    rig.end(table)
-
-
-def test_host_blocks_of_the_same_load_are_not_evicted_for_its_reads() -> None:
-    rig = Stacked(num_host=4)
-    rig.remembered(2, tiers=("host",))
-    rig.put("ssd", rig.keys(6))
-    table, load = rig.load(6)
-    assert load.limit == 4, "two slots are free, and the two that it reads from are its own"
-    rig.flow()
-    assert load.num_landed == 4
-    rig.end(table)
-
-
-def test_blocks_that_others_want_in_host_memory_make_room_for_those_that_a_request_loads() -> None:
-    rig = from_ssd(num_host=EIGHT)
-    rig.remembered(EIGHT, "b")
-    wanted = rig.cache.retain(rig.prefix(EIGHT, "b"), 0.0)
-    table, load = rig.load(EIGHT)
-    assert load.limit == EIGHT and not any(rig.host_has(rig.keys(EIGHT, "b")))
-    rig.flow()
-    assert load.num_landed == EIGHT
-    wanted.end()
-    rig.end(table)
-
-
 # ----------------------------------------------------------------------------------------- a little at a time
 
 
@@ -71,32 +36,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group is read at a time, and one more begun in each turn."""
     monkeypatch.setattr(reads_module, "_READ_AHEAD", 1)
     monkeypatch.setattr(reads_module, "_READ_AT_ONCE", 1)
-
-
-@pytest.mark.usefixtures("slow")
-def test_room_for_all_of_it_is_taken_though_little_is_read_at_a_time() -> None:
-    rig = from_ssd()
-    table, load = rig.load(EIGHT)
-    assert rig.host.pool.counts.reserved == EIGHT and len(rig.tiers["ssd"].readings) == 1
-    for lane in (0, 1, 0, 1):
-        assert len(load.staged) == 1
-        rig.read(lane)
-    rig.copy()
-    assert load.over and load.num_landed == EIGHT
-    rig.end(table)
-
-
-@pytest.mark.usefixtures("slow")
-def test_what_is_not_being_read_yet_is_not_read_for_a_request_that_has_gone() -> None:
-    rig = from_ssd()
-    table, load = rig.load(EIGHT)
-    rig.read(0)
-    table.release(None)
-    rig.cache.settle()
-    assert rig.host.pool.counts.reserved == GROUP and not load.over, "the one group that is being read"
-    rig.flow()
-    assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * 4 + [False] * 4
-    rig.end()
 
 
 @pytest.mark.usefixtures("slow")
@@ -167,14 +106,6 @@ def some_in_host_since_the_match(**rig_of: int) -> tuple[Stacked, BlockTable, Bl
     return rig, table, table.promote(lease, EIGHT, 1)
 
 
-def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> None:
-    rig, table, load = some_in_host_since_the_match()
-    assert load.num_ready == 3 and len(rig.tiers["ssd"].readings) == 3, "half a group, and two whole ones"
-    rig.flow()
-    assert load.num_landed == EIGHT
-    rig.end(table)
-
-
 def test_blocks_that_came_to_the_host_since_the_match_stay_until_they_are_copied() -> None:
     rig, table, load = some_in_host_since_the_match(num_host=EIGHT)
     # host memory has no slot that neither this load reads from nor reads into
@@ -187,98 +118,6 @@ def test_blocks_that_came_to_the_host_since_the_match_stay_until_they_are_copied
 
 
 # ----------------------------------------------------------------------------------------- leases and trouble
-
-
-def test_a_load_of_more_than_its_lease_has_ends_where_that_does() -> None:
-    rig = from_ssd(6)
-    lease = rig.cache.lease("request", rig.prefix(EIGHT))
-    assert lease is not None and lease.num_from(0) == 6
-    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = table.promote(lease, EIGHT, 1)
-    rig.flow()
-    assert load.settled and load.over and load.num_landed == 6 and isinstance(load.error(), TransferFailed)
-    rig.end(table)
-
-
-def test_a_lease_that_has_expired_covers_nothing_and_cannot_be_used() -> None:
-    rig = from_ssd()
-    lease = rig.cache.lease("request", rig.prefix(EIGHT))
-    assert lease is not None and lease.num_from(0) == EIGHT
-    rig.now_s += 1000.0
-    rig.cache.settle()
-    assert lease.expired and lease.num_from(0) == 0 and lease.runs_from(0) == [] and lease.ready
-    assert rig.cache.match(rig.prefix(EIGHT).keys, lease).num_colder == 0
-    with pytest.raises(InvariantBroken, match="has expired"):
-        rig.load_from(rig.hold(1), 0, lease, ())  # type: ignore[arg-type]
-    assert not rig.loads.reads
-
-
-def test_a_lease_whose_time_ends_during_its_load_protects_it_to_the_end() -> None:
-    rig = Stacked()
-    rig.remembered(4, tiers=("host",))
-    rig.put("ssd", rig.keys(6))
-    table, load = rig.load(6)
-    rig.now_s += 1000.0
-    rig.cache.settle()
-    rig.cache.reset(["host"])
-    rig.flow()
-    assert load.num_landed == 6
-    rig.end(table)
-
-
-def test_a_tier_that_breaks_between_match_and_load_means_computing() -> None:
-    rig = from_ssd()
-    lease = rig.cache.lease("request", rig.prefix(EIGHT))
-    rig.stores["ssd"].die()
-    rig.tiers["ssd"].find(rig.keys(1), 0.0)
-    assert lease is not None and not rig.tiers["ssd"].usable
-    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = table.promote(lease, EIGHT, 1)
-    rig.flow()
-    assert load.settled and load.over and load.num_landed == 0 and not any(rig.host_has(rig.keys(EIGHT)))
-    rig.fill(table, EIGHT)
-    rig.stores["ssd"].raises = None
-    rig.end(table)
-
-
-def test_a_tier_that_breaks_between_two_reads_brings_what_it_had_read() -> None:
-    rig = from_ssd()
-    table, load = rig.load(EIGHT)
-    rig.read(0)
-    rig.stores["ssd"].die()
-    rig.flow()
-    assert (
-        load.over
-        and load.num_landed == GROUP
-        and rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6
-    )
-    rig.stores["ssd"].raises = None
-    rig.end(table)
-
-
-def test_it_is_overdue_until_its_request_knows_how_it_ended() -> None:
-    rig = from_ssd(2)
-    table, load = rig.load(2)
-    assert not load.overdue
-    load.deadline_s = 0.0
-    assert load.overdue
-    rig.flow()
-    assert not load.overdue
-    rig.end(table)
-
-
-def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back() -> None:
-    rig = from_ssd(4)
-    table, load = rig.load(4)
-    whole = rig.stores["ssd"]._read
-    rig.stores["ssd"].read = lambda keys, into: [whole(key, into[0]) for key in keys[:1]]  # type: ignore[method-assign]
-    rig.lanes.run_all()
-    with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
-        rig.cache.settle()
-    with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
-        rig.cache.settle()
-    assert rig.cache.settle() is not None and load.settled and load.num_landed == 0
-    rig.end(table)
 
 
 def test_a_load_that_nothing_came_of_keeps_nobody_waiting() -> None:

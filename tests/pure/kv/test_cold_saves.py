@@ -1,20 +1,21 @@
 """What is written down from host memory, when, and what `persist` may say: for every admission, with stores
-that fail, are full or are emptied, and host memory that evicts meanwhile; and faults that turn these tests
-red."""
+that fail, are full or are emptied, and host memory that evicts meanwhile."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from penstock.config import AdmissionName
+from penstock.contract import Access, Mode
 from penstock.errors import LaneClosed, StoreFailed
-from penstock.kv.tiers import writeback as writeback_module
+from penstock.kv.tiers import writeback
 from penstock.kv.tiers.calls import BreakerState
 from penstock.kv.tiers.host import HostLease
-from penstock.lanes.lane import Ticket
+from penstock.kv.tiers.store import Outcome
 from tests.pure.kv.stacked_rig import ALL, Stacked
 from tests.pure.kv.storage_rig import BLOCK, LAYERS
 
@@ -57,45 +58,6 @@ def test_with_reuse_a_block_is_written_when_it_is_asked_for_again() -> None:
     rig.flow()
     assert rig.store_has(rig.keys(4)) == [True, True, False, False]
     rig.end(table)
-
-
-def test_with_reuse_host_blocks_of_a_load_were_asked_for_again_as_well() -> None:
-    rig = Stacked(admission="reuse")
-    rig.remembered(4)
-    rig.put("ssd", rig.keys(6)[4:])
-    table, load = rig.load(6)
-    rig.flow()
-    assert load.num_landed == 6 and rig.store_has(rig.keys(6)) == [True] * 6
-    rig.end(table)
-
-
-def test_blocks_of_a_scope_of_their_own_are_never_written_to_the_disk() -> None:
-    rig = Stacked()
-    table = rig.cache.open("request", rig.prefix(4), 0)
-    table.close_scope(BLOCK)
-    assert table.try_extend(4)
-    for num in (2, 4):
-        table.seal([ord("a")] * (num * BLOCK), num * BLOCK, None)
-        rig.device.write(table.hold.slots[:num], ALL, [[key] * LAYERS for key in table.sealed_keys])
-        rig.cache.submit_saves()
-    rig.flow()
-    assert rig.host.num_leading(table.sealed_keys) == 4 and list(rig.first.blocks) == rig.keys(1), (
-        "the first is everybody's"
-    )
-    rig.end(table)
-
-
-def test_a_flush_loses_nothing_where_a_copy_to_host_memory_failed_before() -> None:
-    """Nothing of it is there to be written."""
-    rig = Stacked()
-    rig.save_copier.fail_next = 1
-    rig.ran(4).release(None)
-    rig.flow()
-    assert rig.host.num_leading(rig.keys(4)) == 0
-    persisting = rig.cache.persist()
-    rig.flow()
-    assert persisting is not None and persisting.settled and persisting.error is None
-    rig.end()
 
 
 @pytest.mark.parametrize("postpones", [False, True])
@@ -166,19 +128,6 @@ def test_a_second_tier_gets_everything_at_once_and_what_it_gave_is_not_given_bac
     rig.end(table)
 
 
-def test_a_tier_that_is_broken_is_left_out_of_a_lease_and_those_behind_it_are_asked() -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("ssd", "remote"))
-    rig.stores["ssd"].die()
-    rig.tiers["ssd"].find(rig.keys(1), 0.0)
-    lease = rig.cache.lease("request", rig.prefix(4))
-    rig.run("ask remote")
-    assert lease is not None and lease.runs_from(0) == [("remote", 4)]
-    lease.end()
-    rig.stores["ssd"].raises = None
-    rig.end()
-
-
 def test_nobody_behind_a_tier_that_has_not_answered_is_asked_and_an_answer_of_nothing_ends_the_lease() -> (
     None
 ):
@@ -217,19 +166,6 @@ def test_what_a_store_has_answered_it_is_not_asked_again() -> None:
     rig.end()
 
 
-def test_what_the_disk_has_said_is_no_answer_of_the_store_behind_it() -> None:
-    rig = Stacked("ssd", "remote")
-    rig.put("ssd", rig.keys(2))
-    rig.put("remote", rig.keys(4))
-    lease = asked(rig)
-    assert lease.runs_from(0) == [("ssd", 2), ("remote", 2)]
-    lease.end()
-    again = asked(rig, first=lease)
-    assert again.runs_from(0) == [("ssd", 2), ("remote", 2)] and rig.stores["remote"].calls.count("find") == 1
-    again.end()
-    rig.end()
-
-
 def test_a_store_that_has_not_answered_a_lease_has_not_said_that_it_has_nothing() -> None:
     rig = Stacked("remote")
     rig.put("remote", rig.keys(4))
@@ -241,32 +177,6 @@ def test_a_store_that_has_not_answered_a_lease_has_not_said_that_it_has_nothing(
     rig.run("ask remote")
     assert again.ready and again.runs_from(0) == [("remote", 4)] and rig.cache.num_in_flight == 0
     again.end()
-    rig.end()
-
-
-def test_nobody_has_a_lease_of_nothing_behind_what_the_device_has() -> None:
-    rig = Stacked()
-    table = rig.ran(2)
-    assert rig.cache.lease("request", rig.prefix(4)) is None and len(rig.host.leases) == 0
-    rig.end(table)
-
-
-def test_an_answer_of_nothing_that_came_at_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Stacked("ssd", "remote")
-    asker = rig.lane("ask remote")
-    submit = asker.submit
-
-    def at_once(*args: Any, **more: Any) -> Ticket:
-        ticket = submit(*args, **more)
-        while asker.step():
-            pass
-        return ticket
-
-    monkeypatch.setattr(asker, "submit", at_once)
-    lease = asked(rig)
-    lease.end()
-    asked(rig, first=lease).end()
-    assert rig.stores["remote"].calls.count("find") == 1
     rig.end()
 
 
@@ -297,19 +207,6 @@ def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
     num = rig.stores["remote"].calls.count("find")
     again = asked(rig, first=lease)
     assert again.runs_from(0) == [("remote", 2)] and rig.stores["remote"].calls.count("find") == num + 1
-    again.end()
-    rig.end()
-
-
-def test_an_answer_is_as_old_as_its_lease_may_be() -> None:
-    rig = Stacked("remote")
-    lease = asked(rig)
-    rig.host.clock = lambda: 1e9
-    rig.cache.settle()
-    assert lease.expired
-    rig.put("remote", rig.keys(4))
-    again = asked(rig, first=lease)
-    assert again.runs_from(0) == [("remote", 4)]
     again.end()
     rig.end()
 
@@ -353,20 +250,6 @@ def test_what_persist_acknowledges_is_in_the_store_and_the_store_was_told_to_kee
     rig.end(table)
 
 
-def test_persist_waits_for_a_write_that_was_under_way() -> None:
-    rig = Stacked()
-    table = rig.ran(4)
-    rig.run("launch save", "save")
-    one = rig.cache.persist()
-    rig.cache.settle()
-    assert one is not None and list(one.keys) == rig.keys(4) and len(rig.tiers["ssd"].writings) == 2, (
-        "one of them, and the sync"
-    )
-    rig.run("write ssd")
-    assert one.settled and one.error is None and rig.tiers["ssd"].counts.num_written == 4, "each of them once"
-    rig.end(table)
-
-
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("trouble", ["full", "fails", "dies", "dies at the sync"])
 def test_persist_says_so_where_the_store_did_not_take_everything(
@@ -396,60 +279,11 @@ def test_persist_says_so_where_the_store_did_not_take_everything(
     rig.end()
 
 
-def test_persist_while_the_tier_is_fenced_off_says_so() -> None:
-    rig = in_host_only("always")
-    rig.stores["ssd"].die()
-    rig.tiers["ssd"].find(rig.keys(1), 0.0)
-    assert isinstance(rig.persisted().error, StoreFailed)
-    rig.stores["ssd"].raises = None
-    rig.end()
-
-
 def test_persist_is_not_kept_from_writing_by_the_limit_of_the_queue() -> None:
     rig = in_host_only("evict", 12)
     one = rig.persisted()
     assert one.error is None and rig.store_has(rig.keys(12)) == [True] * 12, "eight fit into the queue"
     rig.end()
-
-
-@pytest.mark.parametrize("admission", ADMISSIONS)
-def test_what_left_host_memory_before_is_not_what_persist_is_about(admission: AdmissionName) -> None:
-    rig = in_host_only(admission, 4)
-    slots = rig.host.pool.find_each(rig.keys(4)[2:])
-    rig.host.pool.forget(slots)
-    one = rig.persisted()
-    assert one.error is None and rig.store_has(rig.keys(4)) == [True, True, False, False]
-    rig.end()
-
-
-def test_a_block_that_is_evicted_once_it_is_written_was_persisted() -> None:
-    rig = in_host_only("reuse", 4, num_host=4)
-    one = rig.cache.persist()
-    rig.cache.settle()
-    assert one is not None and rig.host.pool.counts.pinned == 4
-    assert rig.host.pool.evict(99) == 0, "nothing can be evicted that is being written"
-    rig.flow()
-    assert (
-        one.settled
-        and one.error is None
-        and rig.host.pool.evict(99) == 4
-        and rig.store_has(rig.keys(4)) == [True] * 4
-    )
-    rig.end()
-
-
-def test_two_at_once_are_both_right() -> None:
-    rig = in_host_only("evict", 4)
-    one = rig.cache.persist()
-    rig.cache.settle()
-    table = rig.ran(2, "b")
-    two = rig.cache.persist()
-    assert one is not None and two is not None
-    rig.flow()
-    assert one.settled and two.settled and one.error is None and two.error is None
-    assert rig.store_has([*rig.keys(4), *rig.keys(2, "b")]) == [True] * 6
-    assert list(one.keys) == rig.keys(4) and set(two.keys) >= set(rig.keys(2, "b"))
-    rig.end(table)
 
 
 def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
@@ -490,48 +324,11 @@ def test_a_flush_hands_over_a_slice_in_each_turn(monkeypatch: pytest.MonkeyPatch
     rig.end()
 
 
-def test_blocks_of_a_long_prefix_that_is_asked_for_again_are_written_in_slices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Stacked(admission="reuse", num_device=700, num_host=800)
-    rig.remembered(600)
-    nums = count_writes(rig, monkeypatch)
-    table, _ = rig.promote_all(600)
-    assert nums == [256]
-    rig.cache.settle()
-    assert nums == [256, 256] and rig.cache.num_in_flight, "nobody goes to sleep over the rest"
-    rig.flow()
-    assert nums == [256, 256, 88] and not rig.cache.num_in_flight
-    rig.end(table)
-
-
-def test_what_a_flush_has_written_meanwhile_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Stacked(admission="reuse", num_device=700, num_host=800)
-    rig.remembered(600)
-    table, _ = rig.promote_all(600)
-    assert rig.persisted().error is None and rig.tiers["ssd"].counts.num_written == 600
-    rig.end(table)
-
-
-def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(writeback_module, "_WRITE_AT_ONCE", 2)
-    rig = in_host_only("evict", 5)
-    one = rig.cache.persist()
-    rig.cache.settle()
-    assert one is not None and rig.host.pool.evict(99) == 3, "two of them are being written"
-    rig.flow()
-    assert one.settled and isinstance(one.error, StoreFailed) and "3 of 5" in str(one.error)
-    assert rig.persisted().error is None, "they are none of what is there now"
-    rig.end()
-
-
 def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
-    monkeypatch.setattr(writeback_module, "_WRITE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 6)
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     one = rig.persisted()
@@ -547,7 +344,7 @@ def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
 
 def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have left: it begins when all of them are taken note of."""
-    monkeypatch.setattr(writeback_module, "_GONE_AT_ONCE", 2)
+    monkeypatch.setattr(writeback, "_GONE_AT_ONCE", 2)
     rig = in_host_only("evict", 9)
     rig.remembered(1, "b")
     assert rig.host.pool.evict(99) == 10
@@ -645,35 +442,6 @@ def test_what_cannot_be_submitted_gives_its_pin_back(monkeypatch: pytest.MonkeyP
     rig.end(*tables)
 
 
-def test_a_reset_of_the_second_tier_makes_nothing_dirty() -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("host", "ssd", "remote"))
-    assert emptied(rig, "remote") == 4
-    assert rig.writeback._dirty == {}
-    rig.end()
-
-
-def test_a_write_that_was_done_before_the_reset_does_not_count_behind_it() -> None:
-    rig = in_host_only("evict")
-    one = rig.cache.persist()
-    rig.cache.settle()
-    rig.lanes.run_all()  # it is in the store, and nobody has looked yet
-    assert emptied(rig, "ssd") == 4
-    assert one is not None and one.settled and one.error is None
-    assert rig.store_has(rig.keys(4)) == [True] * 4, "it is not there any more, and was written again"
-    rig.end()
-
-
-def test_a_block_that_was_read_before_the_reset_is_not_in_the_store_behind_it() -> None:
-    rig = Stacked()
-    rig.remembered(2, tiers=("ssd",))
-    table, load = rig.load(2)
-    rig.lanes.run_all()
-    assert emptied(rig, "ssd") == 2
-    assert load.num_landed == 2 and rig.persisted().error is None and rig.store_has(rig.keys(2)) == [True] * 2
-    rig.end(table)
-
-
 def test_a_block_that_is_read_while_the_store_waits_to_be_emptied_is_not_in_the_store_behind_it() -> None:
     rig = Stacked()
     rig.remembered(2, tiers=("ssd",))
@@ -722,71 +490,6 @@ def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(
     rig.end(table)
 
 
-def test_a_reset_of_host_memory_takes_nothing_that_a_persist_is_writing() -> None:
-    rig = in_host_only("evict")
-    one = rig.cache.persist()
-    rig.cache.settle()
-    assert rig.cache.reset(["host"]).forgotten == {"host": 0}
-    rig.flow()
-    assert one is not None and one.error is None and rig.store_has(rig.keys(4)) == [True] * 4
-    rig.end()
-
-
-def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("host", "ssd", "remote"))
-    resetting = rig.cache.reset(["host", "ssd", "remote"])
-    assert (
-        resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
-    )
-    rig.flow()
-    assert resetting.settled and resetting.forgotten == {"host": 4, "ssd": 4, "remote": 4}
-    rig.end()
-
-
-@pytest.mark.parametrize("first", ["ssd", "remote"])
-def test_a_reset_of_two_stores_is_over_with_the_later_one(first: str) -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("host", "ssd", "remote"))
-    resetting = rig.cache.reset(["ssd", "remote"])
-    (last,) = {"ssd", "remote"} - {first}
-    rig.run(f"write {first}")
-    assert (
-        not resetting.settled
-        and rig.store_has(rig.keys(4), first) == [False] * 4
-        and rig.store_has(rig.keys(4), last) == [True] * 4
-    )
-    rig.run(f"write {last}")
-    assert resetting.settled and resetting.error is None and rig.store_has(rig.keys(4), last) == [False] * 4
-    rig.end()
-
-
-@pytest.mark.parametrize("failing", ["ssd", "remote"])
-def test_of_two_stores_either_may_fail_to_be_reset_and_it_is_told(failing: str) -> None:
-    rig = Stacked("ssd", "remote")
-    rig.remembered(4, tiers=("host", "ssd", "remote"))
-    rig.stores[failing].die()
-    resetting = rig.cache.reset(["ssd", "remote"])
-    rig.flow()
-    assert resetting.settled and isinstance(resetting.error, StoreFailed)
-    rig.stores[failing].raises = None
-    rig.clock.advance(100.0)
-    rig.end()
-
-
-@pytest.mark.parametrize("admission", ADMISSIONS)
-def test_what_could_not_be_written_is_no_longer_on_its_way(admission: AdmissionName) -> None:
-    """Whatever became of a write, its blocks are written when somebody asks for it next."""
-    rig = in_host_only(admission)
-    store, keys = rig.stores["ssd"], rig.keys(4)
-    store.fails.update(keys[1:3])
-    assert rig.persisted().error is not None
-    assert not rig.writeback._writing and rig.host.pool.counts.pinned == 0
-    store.fails.clear()
-    assert rig.persisted().error is None and rig.store_has(keys) == [True] * 4 and not rig.writeback._dirty
-    rig.end()
-
-
 def test_what_a_full_queue_refuses_is_not_kept_from_leaving() -> None:
     rig = Stacked(num_host=32, num_device=32)
     tables = [rig.ran(4, name) for name in "abcdef"]  # more than the queue takes while nothing is written
@@ -803,3 +506,196 @@ def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
     resetting = rig.cache.reset(["ssd"])
     rig.cache.settle()
     assert resetting.settled and isinstance(resetting.error, LaneClosed)
+
+
+def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
+    rig = Stacked("ssd")
+    for name in "ac":
+        rig.remembered(2, name)
+    keys = [*rig.keys(2, "a"), *rig.keys(2, "b"), *rig.keys(2, "c")]
+    rig.writeback.landed(keys, range(6))  # those in the middle have left host memory since
+    rig.cache.drain(10.0)
+    assert rig.cache.num_in_flight == 0 and rig.store_has(keys) == [True, True, False, False, True, True]
+    rig.end()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_before_it(
+    monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 2)
+    rig = Stacked("ssd", "remote")
+    rig.remembered(6, tiers=("host",))
+    rig.tiers["remote"].calls.known.clear()
+    keys = rig.keys(6)
+    rig.writeback.landed(keys, range(6))
+    assert {one.name for one, _, _ in rig.writeback.later} == {"ssd", "remote"}
+    rig.cache.reset([tier])
+    rig.flow()
+    other = "remote" if tier == "ssd" else "ssd"
+    assert rig.store_has(keys, tier) == [False] * 6 and rig.store_has(keys, other) == [True] * 6
+    rig.end()
+
+
+SIX = 6
+
+
+def count_written(rig: Stacked, tier: str) -> Counter[bytes]:
+    """How often the store is given each key from now on."""
+    counted: Counter[bytes] = Counter()
+    write = rig.stores[tier].write
+
+    def counting(keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        counted.update(keys)
+        return write(keys, depths, blocks)
+
+    rig.stores[tier].write = counting  # type: ignore[method-assign]
+    return counted
+
+
+def promoted(rig: Stacked) -> None:
+    """A request comes for the prefix, gets it from host memory and goes."""
+    table, _ = rig.promote_all(SIX)
+    rig.copy()
+    table.release(None)
+    rig.forget_device()
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Stacked(tier, admission="reuse")
+    rig.remembered(SIX)
+    counted = count_written(rig, tier)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
+    # the second comes when some are written, some are on their way and some wait for their turn
+    for _ in range(2):
+        promoted(rig)
+    rig.flow()
+    assert counted == dict.fromkeys(rig.keys(SIX), 1) and rig.store_has(rig.keys(SIX), tier) == [True] * SIX
+    promoted(rig)
+    rig.flow()
+    assert sum(counted.values()) == SIX, "it is there"
+    rig.end()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_block_is_written_with_its_depth(reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Stacked("ssd", admission="reuse")
+    written: dict[bytes, int] = {}
+    write = rig.first.write
+    monkeypatch.setattr(
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
+    )
+    rig.ran(3).release(None)
+    rig.flow()
+    assert not written
+    if reset:
+        rig.cache.reset(["ssd"])
+    assert rig.persisted().error is None
+    assert written == {key: depth for depth, key in enumerate(rig.keys(3))}
+    rig.end()
+
+
+def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_with_its_depth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Stacked("ssd", "remote")
+    rig.remembered(6, tiers=("remote",))
+    first = rig.ran(2)
+    rig.flow()
+    written: dict[bytes, int] = {}
+    write = rig.first.write
+    monkeypatch.setattr(
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
+    )
+    prefix = rig.prefix(6)
+    lease = rig.cache.lease("request", prefix)
+    assert lease is not None
+    rig.run("ask remote")
+    table = rig.cache.open("request", prefix, 2)
+    table.promote(lease, 4, 1)
+    rig.flow()
+    assert written == {key: depth for depth, key in enumerate(prefix.keys) if depth >= 2}
+    rig.end(first, table)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_blocks_that_nobody_else_can_know_are_not_written_by_the_next_flush(lost: bool) -> None:
+    rig = Stacked("ssd")
+    table = rig.cache.open("closed", rig.prefix(2), 0)
+    table.close_scope(2 * BLOCK)
+    tokens = [ord("a")] * (4 * BLOCK)
+    keys = table.next_keys(tokens, 4)
+    assert table.try_extend(4)
+    slots = table.hold.slots[:4]
+    rig.lanes.touch(Access("device", slots, ALL, Mode.WRITE), table.owner)
+    rig.device.write(slots, ALL, [[key] * LAYERS for key in keys])
+    table.seal(tokens, 4 * BLOCK, None)
+    rig.cache.submit_saves()
+    rig.flow()
+    assert all(rig.host_has(keys)) and rig.store_has(keys) == [True, True, False, False]
+    if lost:
+        rig.first.lose()
+        rig.tiers["ssd"].calls.num_losses += 1  # as a probe does
+    else:
+        rig.cache.reset(["ssd"])
+    rig.flow()
+    assert rig.persisted().error is None
+    assert rig.store_has(keys) == [True, True, False, False]
+    rig.end(table)
+
+
+def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has left is taken note of some at a time. A flush of a few blocks is over before that."""
+    monkeypatch.setattr(writeback, "_GONE_AT_ONCE", 1)
+    rig = Stacked("ssd", admission="reuse")
+    for name in "ba":
+        rig.ran(4, name).release(None)
+        rig.flow()
+        rig.forget_device()
+        if name == "b":
+            assert rig.persisted().error is None
+    flush = rig.cache.persist()
+    assert flush is not None
+    _, pin = rig.host.pin_each(rig.keys(4)[:1], "a request")
+    rig.cache.reset(["host"])
+    rig.flow()
+    assert rig.store_has(rig.keys(4)) == [True, False, False, False]
+    assert flush.settled and flush.error is not None and "3 of 4 blocks" in str(flush.error)
+    pin.end()
+    rig.end()
+
+
+def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Stacked("ssd", admission="reuse")
+    rig.remembered(SIX)
+    monkeypatch.setattr(writeback, "_WRITE_AT_ONCE", 1)
+    keys = rig.keys(SIX)
+    persisting = rig.cache.persist()
+    assert persisting is not None
+    rig.first.fails = {keys[0]}
+    rig.cache.settle()
+    rig.run("write ssd")
+    assert rig.store_has(keys[:1]) == [False] and persisting.lost == {keys[0]} and persisting.sync is None
+    rig.first.fails = set()
+    table, _ = rig.promote_all(SIX)  # asked for again, so that it is written again
+    rig.flow()
+    assert persisting.settled and persisting.error is None and rig.store_has(keys) == [True] * SIX
+    rig.end(table)

@@ -3,20 +3,22 @@ waits for it."""
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from penstock.contract import Access, Mode
-from penstock.errors import DeadlineExceeded, StoreFailed
-from penstock.kv.tiers.calls import KnownKeys
-from penstock.kv.tiers.cold import Finding, StoreLanes
+from penstock.errors import DeadlineExceeded
+from penstock.figures import Traffic
+from penstock.kv.tiers import cold
+from penstock.kv.tiers.calls import KnownKeys, Meter
+from penstock.kv.tiers.policy import LinkRate
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
-from penstock.testing.stores import HandClock
 from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, LAYERS, SOON_S, Make, Rig, Woken, are_over, make
 
 DONE, MISSING, CORRUPT, FAILED, FULL = (
@@ -64,14 +66,6 @@ def test_what_a_store_does_not_have_or_has_damaged_is_not_served(make: Make) -> 
     assert rig.tier.usable
 
 
-def test_a_full_store_skips_what_does_not_fit(make: Make) -> None:
-    rig = make()
-    rig.store.max_blocks = 1
-    writing = rig.write(KEYS[:2])
-    assert writing.outcomes == [DONE, FULL] and writing.done_keys == KEYS[:1] and writing.error is None
-    assert rig.tier.counts.skipped == {"full": 1} and rig.tier.usable
-
-
 def test_every_access_is_declared_where_it_is_submitted() -> None:
     class Heard(CpuLane):
         accesses: ClassVar[dict[str, list[Access]]] = {}
@@ -96,27 +90,6 @@ def test_every_access_is_declared_where_it_is_submitted() -> None:
 # ----------------------------------------------------------------------------------------------------- groups
 
 
-def test_groups_are_in_flight_until_they_are_over_each_on_the_next_lane(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:6])
-    rig.store.gate.hold("read")
-    reading, _ = rig.submit_read(KEYS[:6])
-    rig.store.gate.wait_came(2)
-    assert not any(group.over() for group in reading) and len(rig.tier.readings) == 3
-    assert rig.tier.queued_read_bytes == 6 * BLOCK_BYTES
-    rig.tier.wake = woken = Woken()
-    rig.store.gate.let(1)
-    woken.wait_for(1)  # one of the two, whichever it is
-    rig.tier.settle()
-    assert sum(group.over() for group in reading) == 1 and len(rig.tier.readings) in (2, 3), (
-        "they are looked at in order"
-    )
-    rig.store.gate.let()
-    rig.settle()
-    assert are_over(reading) and [group.take_outcomes() for group in reading] == [[DONE, DONE]] * 3
-    assert len(rig.tier.readings) == 0 and rig.tier.queued_read_bytes == 0
-
-
 def test_whoever_waits_for_a_reading_waits_until_it_is_over(make: Make) -> None:
     """Its slots are given back then."""
     rig = make(num_readers=1)
@@ -136,18 +109,6 @@ def test_whoever_waits_for_a_reading_waits_until_it_is_over(make: Make) -> None:
     assert len(rig.tier.readings) == 3
     rig.tier.settle()
     assert len(rig.tier.readings) == 0, "all that are over are seen at once"
-
-
-def test_nothing_of_a_reading_is_done_before_it_is_over(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:1])
-    rig.store.gate.hold("read")
-    reading, _ = rig.submit_read(KEYS[:1])
-    rig.store.gate.wait_came()
-    assert reading[0].outcomes == [FAILED]
-    rig.store.gate.let()
-    rig.settle()
-    assert reading[0].outcomes == [DONE]
 
 
 def is_seen_when_woken(rig: Rig) -> None:
@@ -178,21 +139,6 @@ def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
     is_seen_when_woken(make())
 
 
-def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deal = StoreLanes.deal
-
-    def hasty(self: StoreLanes, group, after, run, label) -> None:  # type: ignore[no-untyped-def]
-        wake, self._wake = self._wake, lambda: None
-        deal(self, group, after, lambda group: (run(group), wake()), label)  # type: ignore[arg-type, return-value]
-        self._wake = wake
-
-    monkeypatch.setattr(StoreLanes, "deal", hasty)
-    with pytest.raises(AssertionError):
-        is_seen_when_woken(make())
-
-
 # -------------------------------------------------------------------------------------------------- questions
 
 
@@ -204,51 +150,13 @@ def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
     finding = rig.tier.find(KEYS[:3], patience_s=0.5)
     rig.store.gate.wait_came()
     assert not finding.ready and finding.num == 0 and len(rig.tier.findings) == 1
+    later = rig.tier.find(KEYS[:3], patience_s=0.5)
     rig.clock.advance(0.5)
     assert finding.ready and finding.num == 0
     rig.store.gate.let()
     rig.settle()
-    assert finding.ready and finding.num == 0 and len(rig.tier.findings) == 0
-
-
-def test_an_answer_that_nobody_looked_for_in_time_is_late_as_well() -> None:
-    clock = HandClock()
-    finding = Finding(clock() + 1.0, clock)
-    clock.advance(1.0)
-    finding.answer(7)
-    assert finding.num == 0 and finding.ready
-
-
-def test_a_question_that_nobody_waits_for_any_more_is_not_asked(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold("find")
-    first, second = rig.tier.find(KEYS[:1], 1.0), rig.tier.find(KEYS[:1], 1.0)
-    rig.store.gate.wait_came()
-    rig.clock.advance(2.0)
-    rig.store.gate.let()
-    rig.settle()
-    assert first.ready and second.ready and rig.store.calls == ["find"]
-
-
-def test_a_local_store_answers_on_the_callers_thread(make: Make) -> None:
-    rig = make(local=True)
-    rig.write(KEYS[:2])
-    asked: list[int] = []
-    rig.store.on_call = lambda call: asked.append(threading.get_ident())
-    finding = rig.tier.find(KEYS[:4], patience_s=0.0)
-    assert finding.ready and finding.num == 2 and asked == [threading.get_ident()]
-
-
-def test_a_question_that_fails_is_answered_with_nothing(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:2])
-    rig.store.raises = OSError("password=hunter2")
-    assert rig.find(KEYS[:2]) == 0
-    assert rig.tier.counts.failures == {"error": 1} and not rig.tier.usable
-    finding = rig.tier.find(KEYS[:2], 1e9)
-    assert finding.ready and finding.num == 0 and rig.store.calls.count("find") == 1, (
-        "a broken store is not asked"
-    )
+    assert finding.ready and later.ready and finding.num == 0 and len(rig.tier.findings) == 0
+    assert rig.store.calls.count("find") == 1, "nothing is asked for a request that has given up"
 
 
 # -------------------------------------------------------------------------------------------- the write queue
@@ -269,11 +177,6 @@ def test_the_queue_takes_what_fits_first_blocks_first_and_counts_the_rest(make: 
     assert second.outcomes == [DONE, FULL, FULL] and second.done_keys == KEYS[2:3]
     assert forced is not None and forced.done_keys == KEYS[7:9]
     assert rig.write(KEYS[5:7]).done_keys == KEYS[5:7], "there is room again"
-
-
-def test_a_queue_smaller_than_a_block_still_takes_one(make: Make) -> None:
-    rig = make(queue_bytes=1)
-    assert rig.write(KEYS[:1]).done_keys == KEYS[:1]
 
 
 def test_a_local_store_decides_itself_what_it_has(make: Make) -> None:
@@ -316,15 +219,6 @@ def test_what_is_seen_to_be_gone_is_written_again(make: Make, notice: Callable[[
     assert set(rig.store.blocks) == set(KEYS[:2])
 
 
-def test_a_damaged_block_is_written_again(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:1])
-    rig.store.spoil(KEYS[0])
-    rig.read(KEYS[:1])
-    rig.write(KEYS[:1])
-    assert rig.read(KEYS[:1]) == [DONE]
-
-
 def test_only_so_many_keys_are_remembered_the_newest() -> None:
     known = KnownKeys(max_keys=3)
     known.add(KEYS[:3])
@@ -336,23 +230,6 @@ def test_only_so_many_keys_are_remembered_the_newest() -> None:
 
 
 # -------------------------------------------------------------------------------------------- settle, persist
-
-
-def test_a_writing_is_given_out_once_when_all_of_it_is_over(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold("write")
-    writing = rig.submit_write(KEYS[:4])
-    assert writing is not None
-    rig.store.gate.wait_came(2)
-    rig.store.gate.let(1)
-    assert (
-        rig.tier.settle() == []
-        and not writing.settled
-        and writing.done_keys == []
-        and len(rig.tier.writings) == 1
-    )
-    rig.store.gate.let()
-    assert rig.settle() == [writing] and rig.settle() == [] and len(rig.tier.writings) == 0
 
 
 def test_persist_comes_behind_all_writes(make: Make) -> None:
@@ -367,25 +244,6 @@ def test_persist_comes_behind_all_writes(make: Make) -> None:
     assert rig.settle() == [writing, persisting]
     assert persisting.settled and persisting.error is None and persisting.handle is None
     assert rig.store.calls == ["write", "write", "persist"]
-
-
-@pytest.mark.parametrize(
-    "way", ["persist raises", "a write before it fails", "a write before it finds no room", "fenced off"]
-)
-def test_persist_says_why_not_everything_is_safe(make: Make, way: str) -> None:
-    rig = make()
-    if way == "persist raises":
-        rig.store.on_call = lambda call: rig.store.die() if call == "persist" else None
-    elif way == "a write before it fails":
-        rig.store.fails.add(KEYS[1])
-    elif way == "a write before it finds no room":
-        rig.store.max_blocks = 1
-    else:
-        rig.break_store()
-    rig.submit_write(KEYS[:2])
-    persisting = rig.tier.persist()
-    rig.settle()
-    assert persisting.settled and isinstance(persisting.error, StoreFailed)
 
 
 def test_a_reset_takes_what_was_submitted_before_it_and_nothing_that_was_submitted_after(make: Make) -> None:
@@ -403,32 +261,6 @@ def test_a_reset_takes_what_was_submitted_before_it_and_nothing_that_was_submitt
     assert again is not None and again.done_keys == KEYS[:4] and set(rig.store.blocks) == set(KEYS[:4])
 
 
-def test_writes_behind_a_reset_wait_for_it_on_every_lane(make: Make) -> None:
-    rig = make(False)
-    rig.store.gate.hold("reset")
-    rig.tier.reset()
-    rig.submit_write(KEYS[:8])
-    rig.store.gate.wait_came()
-    assert "write" not in rig.store.calls
-    rig.store.gate.let()
-    rig.settle()
-    assert rig.store.calls == ["reset", *["write"] * 4] and set(rig.store.blocks) == set(KEYS[:8])
-
-
-def test_two_resets_follow_each_other_and_the_write_between_them_is_gone(make: Make) -> None:
-    rig = make(False)
-    rig.store.gate.hold("reset")
-    first = rig.tier.reset()
-    rig.submit_write(KEYS[:2])
-    second = rig.tier.reset()
-    last = rig.submit_write(KEYS[2:4])
-    rig.store.gate.wait_came()
-    rig.store.gate.let()
-    rig.settle()
-    assert (first.num_forgotten, second.num_forgotten) == (0, 2)
-    assert last is not None and last.done_keys == KEYS[2:4] and set(rig.store.blocks) == set(KEYS[2:4])
-
-
 def test_a_persist_behind_a_reset_does_not_mind_what_was_lost_before_it(make: Make) -> None:
     rig = make()
     rig.store.fails.add(KEYS[0])
@@ -442,24 +274,60 @@ def test_a_persist_behind_a_reset_does_not_mind_what_was_lost_before_it(make: Ma
     assert persisting.settled and persisting.error is None
 
 
-def test_a_reset_store_is_written_again(make: Make) -> None:
+def test_the_rate_is_of_wall_time_not_of_the_sum_of_parallel_reads(make: Make) -> None:
     rig = make()
-    rig.write(KEYS[:2])
-    reset = rig.tier.reset()
+    rig.write(KEYS[:4])
+    rig.store.gate.hold("read")
+    rig.submit_read(KEYS[:4])
+    rig.store.gate.wait_came(2)
+    rig.clock.advance(2.0)
+    rig.store.gate.let()
     rig.settle()
-    assert reset.num_forgotten == 2 and rig.tier.usage().num_used == 0
-    rig.write(KEYS[:2])
-    assert rig.tier.usage().num_used == 2
+    assert rig.tier.counts.rate.bytes_per_s == 4 * BLOCK_BYTES / 2.0
+
+
+def test_of_reading_without_a_pause_a_part_is_measured_and_no_short_rest() -> None:
+    meter = Meter(LinkRate())
+    meter.begin(0.0)
+    for number in range(1, 9):  # two at a time, each for a fifth of a second
+        meter.begin(number / 10)
+        meter.end(number / 10, 100)
+        assert meter.rate.bytes_per_s == (None if number < 5 else 1000.0)
+    meter.end(0.8001, 100)
+    assert meter.rate.bytes_per_s == 1000.0, "the last came in no time after the one before"
+    meter.begin(5.0)
+    meter.end(5.1, 0)
+    assert meter.rate.bytes_per_s == 1000.0, "nothing came"
+
+
+def test_the_report_tells_all_of_it(make: Make) -> None:
+    rig = make(num_writers=1)
+    rig.store.max_blocks = 3
+    rig.write(KEYS[:4])
+    rig.store.spoil(KEYS[0])
+    rig.read([KEYS[0], KEYS[1], KEYS[5]])
     rig.break_store()
-    reset = rig.tier.reset()
-    rig.settle()
-    assert reset.settled and isinstance(reset.error, StoreFailed) and reset.num_forgotten == 0
+    traffic = Traffic({}, {}, {}, {}, {"full": 10}, 0)
+    rig.tier.report(traffic)
+    assert traffic.bytes == {("remote", "host"): BLOCK_BYTES, ("host", "remote"): 3 * BLOCK_BYTES}
+    assert sum(traffic.seconds["remote", "host"].counts) == 1
+    assert traffic.in_flight == {("remote", "host"): 0, ("host", "remote"): 0}
+    assert traffic.failures == {("remote", "store"): 1, ("remote", "missing"): 1}
+    assert (
+        traffic.skipped == {"full": 11}
+        and traffic.checksum_failures == {"remote": 1}
+        and traffic.usable == {"remote": False}
+    )
 
 
-def test_a_reset_that_is_settled_leaves_what_is_written_later_known(make: Make) -> None:
-    rig = make()
-    reset = rig.tier.reset()
-    assert rig.tier.is_resetting and rig.settle() == [reset] and not rig.tier.is_resetting
-    rig.write(KEYS[:2])
-    rig.write(KEYS[:2])
-    assert rig.store.calls.count("write") == 1, "it is not sent twice"
+def test_each_lane_of_a_drain_has_what_those_before_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    given_s: list[float] = []
+    for lane in (*rig.readers, *rig.writers, rig.asker):
+        monkeypatch.setattr(lane, "drain", given_s.append)
+    with monkeypatch.context() as patch:  # each look at the clock takes a second
+        ticks = itertools.count(1000.0, 1.0).__next__
+        patch.setattr(cold, "time", SimpleNamespace(monotonic=ticks))
+        rig.tier.drain(3.5)
+    rig.tier.close(None)
+    assert given_s == [2.5, 1.5, 0.5, 0.0, 0.0]

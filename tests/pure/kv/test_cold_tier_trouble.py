@@ -6,16 +6,20 @@ Holds invariant 22: a tier that fails or hangs costs a miss, a counter and a bou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
-from penstock.kv.tiers import cold
-from penstock.kv.tiers.calls import Breaker, BreakerState
-from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.calls import BreakerState, Way
+from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
-from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
+from penstock.testing.stores import HandClock
+from tests.pure.kv.cold_rig import KEYS, LIMITS, SOON_S, Make, Rig, Woken, are_over, make
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK
 
 DONE, FAILED = Outcome.DONE, Outcome.FAILED
 __all__ = ["make"]
@@ -43,7 +47,9 @@ def test_whatever_a_store_raises_fails_its_group_and_fences_the_tier_off(
     assert rig.read(KEYS[:4]) == [FAILED] * 4
     assert rig.store.calls.count("read") == 1, "what was queued behind it did not try"
     assert rig.tier.counts.failures == {reason: 1, "broken": 1} and rig.tier.calls.breaker.num_openings == 1
-    assert not rig.tier.usable and rig.tier.queued_read_bytes == 0 and rig.tier.counts.num_read == 0
+    assert (
+        not rig.tier.usable and rig.tier.counts.queued_bytes[Way.READ] == 0 and rig.tier.counts.num_read == 0
+    )
 
 
 def test_while_it_is_fenced_off_nothing_is_asked_read_or_written(make: Make) -> None:
@@ -56,22 +62,6 @@ def test_while_it_is_fenced_off_nothing_is_asked_read_or_written(make: Make) -> 
     assert rig.submit_write(KEYS[2:4]) is None and rig.submit_write(KEYS[2:4], must=True) is None
     assert rig.read(KEYS[:2]) == [FAILED] * 2
     assert rig.store.calls == calls and rig.tier.counts.skipped == {"broken": 4}
-
-
-def test_writes_that_were_queued_when_it_broke_are_skipped(make: Make) -> None:
-    rig = make(num_writers=1)
-    rig.store.gate.hold("write")
-    first, second = rig.submit_write(KEYS[:2]), rig.submit_write(KEYS[2:4])
-    rig.store.gate.wait_came()
-    rig.store.die()
-    rig.store.gate.let()
-    assert rig.settle() == [first, second] and first is not None and second is not None
-    assert (
-        isinstance(first.error, StoreFailed)
-        and isinstance(second.error, StoreFailed)
-        and not first.done_keys + second.done_keys
-    )
-    assert rig.store.calls == ["write"] and rig.tier.counts.skipped == {"broken": 2}
 
 
 def comes_back(rig: Rig) -> None:
@@ -100,66 +90,6 @@ def comes_back(rig: Rig) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_it_is_probed_on_a_lane_ever_more_rarely_until_it_is_back(make: Make, local: bool) -> None:
     comes_back(make(local))
-
-
-def test_whoever_sleeps_is_woken_when_it_is_back(make: Make) -> None:
-    rig = make()
-    rig.break_store()
-    rig.store.raises = None
-    rig.clock.advance(1.1)
-    rig.tier.wake = woken = Woken(lambda: rig.tier.usable)
-    rig.tier.settle()
-    woken.wait_for(1)
-    assert woken.seen == [True]
-
-
-class NeverLooks(Breaker):
-    def try_probe(self) -> bool:
-        return False
-
-
-class NeverBelieves(Breaker):
-    def probed(self, answers: bool) -> None:
-        super().probed(False)
-
-
-@pytest.mark.parametrize("breaker", [NeverLooks, NeverBelieves])
-def test_a_breaker_is_noticed_that_never_closes_again(
-    make: Make, breaker: type[Breaker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cold, "Breaker", breaker)
-    with pytest.raises(AssertionError):
-        comes_back(make())
-
-
-def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
-    rig = make()
-    rig.store.fails.update(KEYS)
-    assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
-    rig.read(KEYS[:1])
-    assert (
-        not rig.tier.usable
-        and rig.tier.counts.failures["block"] == 8
-        and rig.tier.calls.breaker.num_openings == 1
-    )
-
-
-def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold("read")
-    rig.submit_read(KEYS[:1])
-    rig.store.gate.wait_came()
-    rig.break_store()  # by a question
-    rig.clock.advance(1.1)
-    rig.store.raises = None
-    rig.tier.settle()
-    assert rig.asker is not None
-    rig.asker.drain(SOON_S)
-    assert rig.tier.usable
-    rig.store.on_call = lambda call: rig.store.die() if call == "read" else None
-    rig.store.gate.let()
-    rig.settle()
-    assert rig.tier.usable and rig.tier.calls.breaker.num_openings == 1
 
 
 def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(
@@ -239,21 +169,6 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert rig.tier.usable and rig.tier.calls.breaker.state is BreakerState.CLOSED
 
 
-def test_each_time_that_something_takes_too_long_is_counted_once(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make()
-    for num in (1, 2):
-        rig.store.gate.hold("read")
-        rig.submit_read(KEYS[:1])
-        rig.store.gate.wait_came()
-        rig.clock.advance(10.1)
-        assert rig.tier.settle() == [] == rig.tier.settle()
-        assert rig.tier.counts.failures == {"stuck": num} and len(caplog.records) == num
-        rig.store.gate.let()
-        rig.settle()
-
-
 def test_a_reset_takes_as_long_as_there_are_blocks_and_is_not_stuck(make: Make) -> None:
     """What is written meanwhile is written behind it, and what is read is read."""
     rig = make()
@@ -270,29 +185,7 @@ def test_a_reset_takes_as_long_as_there_are_blocks_and_is_not_stuck(make: Make) 
     assert rig.tier.counts.failures == {}
 
 
-def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
-    rig = make(num_readers=1)
-    rig.store.gate.hold("read")
-    rig.submit_read(KEYS[:1])
-    rig.store.gate.wait_came(1)
-    queued, _ = rig.submit_read(KEYS[:1])
-    rig.clock.advance(6.0)
-    rig.store.gate.let(1)
-    rig.store.gate.wait_came(2)
-    rig.clock.advance(6.0)
-    assert rig.tier.usable and not are_over(queued)
-    assert rig.tier.queued_read_bytes == BLOCK_BYTES
-
-
 # -------------------------------------------------------------------------------------------------------- end
-
-
-def test_drain_raises_rather_than_give_up_quietly(make: Make) -> None:
-    rig = make()
-    rig.store.gate.hold()
-    rig.submit_read(KEYS[:1])
-    with pytest.raises(DeadlineExceeded):
-        rig.tier.drain(0.01)
 
 
 @pytest.mark.parametrize("call", ["read", "write", "find", "close"])
@@ -328,36 +221,10 @@ def test_what_comes_after_the_end_fails_and_nothing_more(make: Make) -> None:
     assert rig.submit_write(KEYS[:1]) is None and rig.tier.find(KEYS[:1], 1.0).ready
     persisting = rig.tier.persist()
     assert rig.tier.settle() == [persisting] and persisting.error is not None
-    assert rig.tier.queued_read_bytes == 0
-
-
-def test_a_lane_that_refuses_half_way_leaves_nothing_in_flight_unseen(make: Make) -> None:
-    rig = make()
-    rig.write(KEYS[:4])
-    rig.readers[1].close(SOON_S)
-    rig.store.gate.hold("read")
-    reading, _ = rig.submit_read(KEYS[:4])
-    assert not are_over(reading), "the first group is on its way into its slots"
-    rig.store.gate.let()
-    rig.readers[0].drain(SOON_S)
-    assert are_over(reading) and [list(group.take_outcomes()) for group in reading] == [
-        [DONE, DONE],
-        [FAILED, FAILED],
-    ]
+    assert rig.tier.counts.queued_bytes[Way.READ] == 0
 
 
 # -------------------------------------------------------------------------------------------- our own defects
-
-
-class Quiet(ColdTier):
-    """Keeps to itself what broke on its lanes."""
-
-    def settle(self):  # type: ignore[no-untyped-def]
-        while True:
-            try:
-                return super().settle()
-            except InvariantBroken:
-                continue
 
 
 def raised_by(call: Callable[[], object]) -> tuple[int, object]:
@@ -388,11 +255,6 @@ def a_defect_surfaces_and_loses_nothing(rig: Rig) -> None:
 
 def test_a_defect_of_ours_surfaces_on_the_engine_thread_and_loses_nothing(make: Make) -> None:
     a_defect_surfaces_and_loses_nothing(make())
-
-
-def test_it_is_noticed_where_it_does_not(make: Make) -> None:
-    with pytest.raises(AssertionError):
-        a_defect_surfaces_and_loses_nothing(make(make=Quiet))
 
 
 @pytest.mark.parametrize("num_outcomes", [1, 3])
@@ -456,23 +318,6 @@ def test_a_probe_that_cannot_be_submitted_is_tried_again(
     assert rig.tier.usable
 
 
-@pytest.mark.parametrize(
-    ("answer", "raised"), [(None, TypeError), (-1, InvariantBroken), (3, InvariantBroken)]
-)
-def test_an_answer_that_is_none_surfaces_and_nobody_waits_for_it(
-    make: Make, answer: int, raised: type[Exception]
-) -> None:
-    rig = make()
-    rig.tier.wake = woken = Woken()
-    rig.store.find = lambda keys: answer  # type: ignore[method-assign]
-    finding = rig.tier.find(KEYS[:2], 1e9)
-    woken.wait_for(1)
-    assert finding.ready and finding.num == 0
-    with pytest.raises(raised):
-        rig.settle()
-    assert rig.tier.settle() == [] and len(rig.tier.findings) == 0 and rig.tier.usable
-
-
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
@@ -504,33 +349,112 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
     assert rig.write(KEYS[10:14]).done_keys == KEYS[10:14] and rig.read(KEYS[10:14]) == [DONE] * 4
 
 
-@pytest.mark.parametrize("way", ["read", "write"])
-def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queue(
-    make: Make, way: str
-) -> None:
+def test_a_younger_exchange_does_not_hide_one_that_hangs(make: Make) -> None:
     rig = make()
     rig.write(KEYS[:2])
-    view = rig.tier.calls._view
+    rig.store.gate.hold("read")
+    for number in range(2):
+        rig.submit_read(KEYS[number : number + 1])
+        rig.store.gate.wait_came(number + 1)
+        assert rig.tier.usable
+        rig.clock.advance(0.6 * LIMITS.stuck_s)
+    assert not rig.tier.usable, "the first of them hangs"
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.tier.usable
 
-    def broken(slot: int) -> memoryview:
-        raise MemoryError
 
-    rig.tier.calls._view = broken
-    if way == "read":
-        reading, _ = rig.submit_read(KEYS[:2])
-        rig.tier.drain(SOON_S)
-        with pytest.raises(MemoryError):
-            [group.take_outcomes() for group in reading]
-        assert [list(group.take_outcomes()) for group in reading] == [[FAILED, FAILED]]
-    else:
-        writing = rig.submit_write(KEYS[4:6])
-        rig.tier.drain(SOON_S)
-        with pytest.raises(MemoryError):
-            rig.tier.settle()
-        assert rig.tier.settle() == [writing] and writing is not None and writing.done_keys == []
-    assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
-    rig.tier.calls._view = view
-    assert rig.read(KEYS[:2]) == [DONE] * 2
+@pytest.mark.parametrize("error", [InvariantBroken("it was written to behind its end"), OSError("bad")])
+@pytest.mark.parametrize("local", [True, False])
+def test_a_store_whose_close_goes_wrong_is_told_by_whoever_closes_its_tier(
+    make: Make, local: bool, error: Exception
+) -> None:
+    """Only a store that does not answer is left with a warning: nobody needs it any more."""
+    rig = make(local=local)
+    rig.store.raises = error
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            rig.tier.close(SOON_S)
+    assert rig.store.calls == ["close"] and not rig.tier.usable
+
+
+def test_a_defect_of_ours_is_the_error_of_a_write_also_where_the_store_failed_before_it(make: Make) -> None:
+    """Two groups of one write go wrong at once: it is told what must be mended, not what goes away by
+    itself."""
+    rig = make()
+    together = threading.Barrier(2)
+
+    def write(keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+        together.wait(SOON_S)
+        raise StoreFailed("it is away") if keys[0] == KEYS[0] else InvariantBroken("nobody should come here")
+
+    rig.store.write = write  # type: ignore[method-assign]
+    writing = rig.submit_write(KEYS[:4])
+    assert writing is not None and len(writing.groups) == 2
+    with pytest.raises(InvariantBroken, match="nobody should"):
+        rig.settle()
+    assert (
+        rig.settle() == [writing] and isinstance(writing.error, InvariantBroken) and writing.done_keys == []
+    )
+
+
+def test_a_store_is_not_waited_for_longer_than_a_second_however_long_computing_takes() -> None:
+    rig = Stacked("remote")
+    rig.set_limits(replace(rig.saves.limits, load_always=False))
+    rig.loads.costs.prefill.add(BLOCK, 0.0, 100.0)
+    lease = rig.cache.lease("request", rig.prefix(4))
+    assert isinstance(lease, HostLease) and lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(
+        1.0
+    )
+    lease.end()
+    rig.flow()
+    rig.end()
+
+
+def test_writes_that_were_queued_when_it_broke_are_skipped(make: Make) -> None:
+    rig = make(num_writers=1)
+    rig.store.gate.hold("write")
+    first, second = rig.submit_write(KEYS[:2]), rig.submit_write(KEYS[2:4])
+    rig.store.gate.wait_came()
+    rig.store.die()
+    rig.store.gate.let()
+    assert rig.settle() == [first, second] and first is not None and second is not None
+    assert (
+        isinstance(first.error, StoreFailed)
+        and isinstance(second.error, StoreFailed)
+        and not first.done_keys + second.done_keys
+    )
+    assert rig.store.calls == ["write"] and rig.tier.counts.skipped == {"broken": 2}
+
+
+def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
+    rig = make()
+    rig.store.fails.update(KEYS)
+    assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
+    rig.read(KEYS[:1])
+    assert (
+        not rig.tier.usable
+        and rig.tier.counts.failures["block"] == 8
+        and rig.tier.calls.breaker.num_openings == 1
+    )
+
+
+def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
+    rig = make()
+    rig.store.gate.hold("read")
+    rig.submit_read(KEYS[:1])
+    rig.store.gate.wait_came()
+    rig.break_store()  # by a question
+    rig.clock.advance(1.1)
+    rig.store.raises = None
+    rig.tier.settle()
+    assert rig.asker is not None
+    rig.asker.drain(SOON_S)
+    assert rig.tier.usable
+    rig.store.on_call = lambda call: rig.store.die() if call == "read" else None
+    rig.store.gate.let()
+    rig.settle()
+    assert rig.tier.usable and rig.tier.calls.breaker.num_openings == 1
 
 
 def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make) -> None:
@@ -547,58 +471,39 @@ def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make)
     assert not rig.tier.calls.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
 
 
-def test_a_persist_on_lanes_that_are_closed_is_settled_with_its_error(make: Make) -> None:
+def test_open_questions_are_looked_through_under_the_lock_that_callers_add_theirs_with(make: Make) -> None:
+    """Without it one that comes meanwhile would be lost: nobody would know that it is under way."""
     rig = make()
-    rig.write(KEYS[:2])
-    for lane in rig.writers:
-        lane.close(SOON_S)
-    persisting = rig.tier.persist()
-    assert (
-        rig.tier.settle() == [persisting] and persisting.settled and isinstance(persisting.error, LaneClosed)
-    )
+    rig.store.gate.hold("find")
+    first = rig.tier.find(KEYS[:1], 1e9)
+    engine, locked = threading.current_thread(), []
 
+    class Clock(HandClock):
+        def __call__(self) -> float:
+            if threading.current_thread() is engine:
+                locked.append(rig.tier._asking.locked())
+            return super().__call__()
 
-def test_a_store_that_cannot_be_closed_is_left_with_a_warning(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = make()
-    rig.store.die()
-    with caplog.at_level(logging.WARNING):
-        rig.tier.close(SOON_S)
-    assert any("without an answer" in record.getMessage() for record in caplog.records)
-    rig.tier.close(SOON_S)
-
-
-def test_a_probe_that_fails_is_counted(make: Make) -> None:
-    rig = make()
-    rig.break_store()
-    before = rig.tier.counts.failures["store"]
-    rig.clock.advance(1.0)
+    rig.store.gate.wait_came()
+    first._clock = Clock(rig.clock())
     rig.tier.settle()
+    assert locked == [True] and len(rig.tier.findings) == 1
+    rig.store.gate.let()
     rig.settle()
-    assert (
-        rig.store.calls[-1] == "probe"
-        and rig.tier.counts.failures["store"] == before + 1
-        and not rig.tier.usable
+    assert len(rig.tier.findings) == 0
+
+
+def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:
+    """Questions queue behind one that takes long: those whose time is over by then would only keep the others
+    waiting."""
+    rig = make()
+    rig.store.gate.hold("find")
+    first, second, third = (
+        rig.tier.find(KEYS[number : number + 1], patience_s)
+        for number, patience_s in enumerate((1e9, 1.0, 1e9))
     )
-
-
-@pytest.mark.parametrize(
-    "raised", [OSError("bad"), InvariantBroken("ours")], ids=lambda value: type(value).__name__
-)
-def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Exception) -> None:
-    """The rate is that of bytes over the time in which something was under way."""
-    rig = make(num_readers=1)
-    rig.write(KEYS[:2])
-    rig.store.raises = raised
-    reading, _ = rig.submit_read(KEYS[:2])
-    rig.tier.drain(SOON_S)
-    raised_by(lambda: [group.take_outcomes() for group in reading])
-    rig.store.raises = None
-    rig.clock.advance(1000.0)
-    rig.tier.settle()
+    rig.store.gate.wait_came()
+    rig.clock.advance(2.0)
+    rig.store.gate.let()
     rig.settle()
-    assert rig.tier.usable
-    rig.store.on_call = lambda call: rig.clock.advance(1.0)
-    assert rig.read(KEYS[:2]) == [DONE] * 2
-    assert rig.tier.rate.seconds(2 * BLOCK_BYTES) == pytest.approx(1.0)
+    assert first.ready and second.ready and third.ready and rig.store.calls == ["find", "find"]

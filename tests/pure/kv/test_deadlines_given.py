@@ -12,13 +12,11 @@ import pytest
 from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers import saves as saves_module
-from penstock.kv.tiers.host import HostLease
-from penstock.kv.tiers.store import StoreUsage
+from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer import Transfer
-from penstock.lanes.lane import POLL_MOST_S
 from penstock.testing.stores import HandClock
 from tests.pure.kv.stacked_rig import Stacked
-from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig, leased
+from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig
 
 NOW_S = 1e9  # later than any machine's own time: nothing is overdue by accident
 SAVE_PATIENCE_S, ASK_PATIENCE_S = saves_module._PATIENCE_S, reads_module.PATIENCE_S
@@ -41,20 +39,6 @@ def limit(rig: Rig, load_deadline_s: float) -> None:
 def only(rig: Rig) -> Transfer:
     (transfer,) = (*rig.saves.mover.flying, *rig.loads.mover.flying)
     return transfer
-
-
-@pytest.mark.parametrize("load_s", [NEAR_S, FAR_S])
-def test_a_load_from_host_memory_is_due_when_the_configuration_says(clock: HandClock, load_s: float) -> None:
-    rig = Rig(load_always=True)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    limit(rig, load_s)
-    clock.advance(3.0)
-    hold = rig.hold(2)
-    assert rig.promote(hold, leased(rig, KEYS[:2]), 2).deadline_s == NOW_S + 3.0 + load_s
-    rig.land()
-    hold.end()
-    rig.close()
 
 
 @pytest.mark.parametrize("load_s", [NEAR_S, FAR_S])
@@ -102,71 +86,37 @@ def test_a_load_and_each_of_its_parts_are_due_together(clock: HandClock) -> None
     rig.end(table)
 
 
-def test_a_fetch_is_due_like_a_load_and_asks_with_the_patience_of_all(clock: HandClock) -> None:
-    rig = Stacked("remote")
-    limit(rig, FAR_S)
-    rig.put("remote", rig.keys(2))
-    fetch = rig.cache.prefetch(rig.prefix(2), "request")
-    assert fetch is not None and fetch.deadline_s == NOW_S + FAR_S
-    (part,) = fetch.asked
-    assert part.finding.deadline_s == rig.clock() + ASK_PATIENCE_S
-    rig.tiers["remote"].rate.bytes_per_s = 1e9
-    rig.run("ask remote")
-    assert fetch.num_blocks == 2
-    rig.flow()
-    rig.end()
-
-
 # ------------------------------------------------------------------------------------------ said of both ways
 
 
-def test_traffic_and_the_next_look_are_those_of_both_ways(clock: HandClock) -> None:
-    rig = Rig(load_always=True)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    assert rig.cache.look_again_s == POLL_MOST_S
-    hold, more = rig.hold(2, "load"), rig.computed(KEYS[4:6], "save")
-    lease = leased(rig, KEYS[:2])
-    for number, mover in enumerate((rig.saves.mover, rig.loads.mover)):
-        mover.look_again_s = lambda number=number: 0.25 + number  # type: ignore[method-assign,misc]
-    assert rig.cache.look_again_s == 0.25
-    rig.saves.mover.look_again_s = lambda: 2.5  # type: ignore[method-assign]
-    assert rig.cache.look_again_s == 1.25, "whichever comes first"
-    rig.saves.offer(more, 0, KEYS[4:6], None)
-    rig.saves.submit()
-    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 0, ("device", "host"): 1}
-    rig.promote(hold, lease, 2)
-    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 1, ("device", "host"): 1}
-    rig.land()
-    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 0, ("device", "host"): 0}
-    hold.end()
-    more.end()
-    rig.close()
+def test_slots_of_a_late_load_are_not_waited_for_while_a_save_is_late_too() -> None:
+    rig = Stacked()
+    rig.remembered(2, "a")
+    table, load = rig.promote_all(2, "a")
+    assert isinstance(load, BlockLoad)
+    table.release(None)
+    rig.ran(1, "b").release(None)
+    assert rig.cache.num_settling == 3
+    save = rig.saves.mover.flying[0]
+    assert save is not None
+    save.deadline_s = 0.0
+    assert rig.cache.num_settling == 2, "nobody knows when the save ends; the load is in time"
+    load.deadline_s = 0.0
+    assert rig.cache.num_settling == 0
+    rig.end()
 
 
-@pytest.mark.parametrize(("num_next", "layered"), [(7, False), (8, True), (9, True)])
-def test_a_step_of_just_enough_tokens_starts_on_the_first_layers(num_next: int, layered: bool) -> None:
-    rig = Rig(overlap_tokens=8, load_always=True)
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    hold = rig.hold(2)
-    promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2, num_next)
-    rig.land()
-    assert promotion.layered == layered and (len(promotion.copies[0].groups) > 1) == layered
-    hold.end()
-    rig.close()
-
-
-def test_what_is_free_in_a_store_is_what_is_not_used_and_unknown_where_others_decide() -> None:
-    assert StoreUsage(3, 10).as_dict() == {"used": 3, "free": 7}
-    assert StoreUsage(0, 0).as_dict() == {"used": 0, "free": 0} and StoreUsage(3).as_dict() == {}
-
-
-def test_an_expired_lease_is_due_by_the_clock_of_the_tier() -> None:
-    rig = Rig()
-    rig.save(KEYS[:1]).end()
-    rig.now_s = 50.0
-    lease = leased(rig, KEYS[:1])
-    assert isinstance(lease, HostLease) and lease.deadline_s == 150.0
-    lease.end()
-    rig.close()
+def test_slots_of_an_open_table_are_not_expected_back_whether_its_load_is_late_or_not() -> None:
+    rig = Stacked()
+    rig.remembered(2, "a")
+    table, load = rig.promote_all(2, "a")
+    rig.ran(1, "b").release(None)
+    assert rig.cache.num_settling == 1, "the one that is being saved"
+    load.deadline_s, in_time_s = 0.0, load.deadline_s
+    assert rig.cache.num_settling == 1
+    load.deadline_s = in_time_s
+    save = rig.saves.mover.flying[0]
+    assert save is not None
+    save.deadline_s = 0.0
+    assert rig.cache.num_settling == 0
+    rig.end(table)

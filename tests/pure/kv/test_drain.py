@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import reads as reads_module
-from tests.pure.kv.stacked_rig import GROUP, Stacked
+from tests.pure.kv.stacked_rig import Stacked
 
 EIGHT = 8
 Story = Callable[[Stacked], BlockTable]
@@ -164,17 +164,6 @@ def test_nothing_touches_the_slots_of_any_kind_of_work_after_a_drain(story: Stor
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_a_drain_of_one_slot_of_it_is_enough(story: Story) -> None:
-    for place in (0, -1):
-        rig = Stacked("ssd", "remote")
-        table = story(rig)
-        slot = table.hold.slots[place]
-        rig.cache.drain(1.0, [slot])
-        assert slot not in touched(rig, rig.flow)
-        rig.end(*(() if table.hold.ended else (table,)))
-
-
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_a_drain_of_everything_leaves_nothing_under_way_in_any_tier(story: Story) -> None:
     rig = Stacked("ssd", "remote")
     table = story(rig)
@@ -217,32 +206,6 @@ def test_a_drain_waits_for_no_load_but_that_of_its_slots() -> None:
         rig.cache.drain(1.0, table.hold.slots)
         assert load.settled and not slow.settled and slow.num_sent == 0  # type: ignore[union-attr]
     rig.end(table, other)
-
-
-def test_a_drain_of_slots_that_nothing_touches_returns_at_once() -> None:
-    rig = Stacked()
-    rig.remembered(EIGHT, tiers=("ssd",))
-    table, load = rig.load(EIGHT)
-    idle = rig.cache.open("idle", None, 0)
-    assert idle.try_extend(2)
-    with held(rig, "read"):
-        rig.cache.drain(0.0, idle.hold.slots)
-        assert load.num_sent == 0
-    rig.end(table, idle)
-
-
-def test_what_a_load_has_brought_already_is_not_waited_for() -> None:
-    rig = Stacked()
-    rig.remembered(EIGHT, tiers=("ssd",))
-    table, load = rig.load(EIGHT)
-    rig.read(0)
-    rig.copy()
-    assert load.num_landed == GROUP
-    with held(rig, "read"):
-        rig.cache.drain(0.0, table.hold.slots[:GROUP])
-        assert load.num_sent == GROUP
-        drain_in_vain(rig, table.hold.slots[GROUP:])
-    rig.end(table)
 
 
 def test_slots_of_a_table_that_has_ended_are_not_the_loads_any_more() -> None:

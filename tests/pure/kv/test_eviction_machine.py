@@ -1,14 +1,12 @@
-"""Every policy of eviction against its model, in any order of legal calls; and faults that this must
-notice."""
+"""Every policy of eviction against its model, in any order of legal calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,9 +17,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.config import EVICTIONS
-from penstock.errors import PenstockError
-from penstock.kv.blocks import eviction
-from penstock.kv.blocks.eviction import CostOrder, Ghosts, LruOrder, ReturningOrder, SeenKeys, make_order
+from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.slots import as_run
 from tests.pure.kv.eviction_models import MODELS
 
@@ -151,94 +147,3 @@ def test_of_two_classes_of_the_same_rank_the_cheaper_goes_first():
     machine.use(comes_back=False, hits="none", places=[0])
     machine.pop(num=4)
     machine.teardown()
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-def lru_keeps_what_is_used(monkeypatch):
-    monkeypatch.setattr(LruOrder, "remove", lambda self, slots: None)
-
-
-def returning_takes_all_for_fresh(monkeypatch):
-    monkeypatch.setattr(ReturningOrder, "hit", lambda self, slots: None)
-
-
-def returning_remembers_no_keys(monkeypatch):
-    monkeypatch.setattr(SeenKeys, "add", lambda self, keys: np.zeros(len(keys), bool))
-
-
-def returning_never_lets_go_what_came_back(monkeypatch):
-    monkeypatch.setattr(eviction, "PATIENCE", 1000)
-
-
-def returning_puts_a_whole_run_into_one_queue(monkeypatch):
-    def faulty(self, slots):
-        self._enqueue(slots, int(self._returned[slots].any()))
-
-    monkeypatch.setattr(ReturningOrder, "add", faulty)
-
-
-def cost_has_no_ghosts(monkeypatch):
-    monkeypatch.setattr(Ghosts, "add", lambda self, key, num_hits: None)
-
-
-def cost_never_ages(monkeypatch):
-    pop = CostOrder.pop
-
-    def faulty(self, num):
-        popped = pop(self, num)
-        self._floor = 0.0
-        return popped
-
-    monkeypatch.setattr(CostOrder, "pop", faulty)
-
-
-def cost_takes_all_chains_for_short(monkeypatch):
-    monkeypatch.setattr(CostOrder, "_chain_class", lambda self, depth: 0.0)
-
-
-def cost_forgets_that_a_block_was_dear(monkeypatch):
-    add = CostOrder.add
-
-    def faulty(self, slots):
-        for slot in slots:
-            self._class_of[slot] = 0
-        add(self, slots)
-
-    monkeypatch.setattr(CostOrder, "add", faulty)
-
-
-def cost_ignores_hits(monkeypatch):
-    monkeypatch.setattr(eviction, "_HIT_CLASSES", [0.0] * 16)
-
-
-FAULTS = [
-    lru_keeps_what_is_used,
-    returning_takes_all_for_fresh,
-    returning_remembers_no_keys,
-    returning_never_lets_go_what_came_back,
-    returning_puts_a_whole_run_into_one_queue,
-    cost_has_no_ghosts,
-    cost_never_ages,
-    cost_takes_all_chains_for_short,
-    cost_forgets_that_a_block_was_dear,
-    cost_ignores_hits,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_model_notices_that(fault, monkeypatch):
-    fault(monkeypatch)
-    quick = settings(
-        max_examples=300,
-        stateful_step_count=60,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, KeyError, PenstockError)):
-        run_state_machine_as_test(machine_of(fault.__name__.partition("_")[0]), settings=quick)

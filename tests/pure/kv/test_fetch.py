@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.contract import Match
-from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
+from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers import reads as reads_module
@@ -80,30 +80,6 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     rig.end(table)
 
 
-def test_what_it_brings_is_counted_like_any_other_read() -> None:
-    rig = from_ssd()
-    fetching(rig)
-    traffic = rig.cache.stats().traffic
-    assert traffic is not None and traffic.in_flight["ssd", "host"] == 2
-    rig.flow()
-    traffic = rig.cache.stats().traffic
-    assert (
-        traffic is not None
-        and traffic.bytes["ssd", "host"] == EIGHT * BLOCK_BYTES
-        and traffic.in_flight["ssd", "host"] == 0
-    )
-    rig.end()
-
-
-def test_blocks_of_a_store_far_away_are_written_to_the_disk_as_they_come() -> None:
-    rig = Stacked("ssd", "remote", num_host=HOST)
-    rig.put("remote", rig.keys(4))
-    fetch = fetching(rig, 4)
-    rig.flow()
-    assert fetch.num_came == 4 and rig.store_has(rig.keys(4)) == [True] * 4
-    rig.end()
-
-
 def test_where_nothing_is_to_be_read_there_is_none() -> None:
     rig = Stacked(num_host=HOST)
     assert rig.cache.prefetch(rig.prefix(4), "reader") is None, "nobody has it"
@@ -119,46 +95,13 @@ def test_where_nothing_is_to_be_read_there_is_none() -> None:
     )
 
 
-def test_what_host_memory_has_in_between_is_not_read() -> None:
-    rig = Stacked(num_host=HOST)
-    keys = rig.keys(EIGHT)
-    rig.remembered(EIGHT, tiers=("host", "ssd"))
-    rig.host.pool.forget(rig.host.pool.find_each([*keys[2:4], *keys[5:]]))
-    reads = count_reads(rig)
-    fetch = fetching(rig)
-    assert fetch.num_blocks == 5
-    rig.flow()
-    assert reads == Counter([*keys[2:4], *keys[5:]]) and rig.host_has(keys) == [True] * EIGHT
-    rig.end()
-
-
-def test_it_reads_behind_what_the_device_has() -> None:
-    rig = from_ssd()
-    table = rig.ran(3)
-    rig.flow()
-    rig.cache.reset(["host"])
-    reads = count_reads(rig)
-    assert fetching(rig).num_blocks == 5
-    rig.flow()
-    assert reads == Counter(rig.keys(EIGHT)[3:])
-    rig.end(table)
-
-
-def test_a_gap_that_nobody_has_ends_it_before() -> None:
-    rig = from_ssd()
-    rig.stores["ssd"].lose(rig.keys(EIGHT)[3])
-    assert fetching(rig).num_blocks == 3, "what lies behind a block that is computed is computed, too"
-    rig.flow()
-    rig.end()
-
-
 def test_it_is_not_begun_where_computing_is_faster() -> None:
     rig = from_ssd()
     rig.set_limits(dataclasses.replace(rig.saves.limits, load_always=False))
     rig.loads.costs.prefill.add(1000, 0.0, 0.001)
-    rig.tiers["ssd"].rate.bytes_per_s = 1.0
+    rig.tiers["ssd"].counts.rate.bytes_per_s = 1.0
     assert rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None and rig.host.pool.counts.reserved == 0
-    rig.tiers["ssd"].rate.bytes_per_s = 1e12
+    rig.tiers["ssd"].counts.rate.bytes_per_s = 1e12
     assert fetching(rig).num_blocks == EIGHT
     rig.flow()
     rig.end()
@@ -200,16 +143,6 @@ def test_a_store_that_has_nothing_or_never_answers_ends_it() -> None:
     rig.clock.advance(10.0)
     rig.cache.settle()
     assert fetch.settled and fetch.num_blocks == 0 and not rig.loads.reads, "nobody waits for ever"
-    rig.end()
-
-
-def test_one_that_has_ended_while_a_store_was_asked_reads_nothing() -> None:
-    rig = far_away()
-    fetch = fetching(rig)
-    fetch.end()
-    assert fetch.settled
-    rig.flow()
-    assert rig.stores["remote"].calls.count("read") == 0 and not rig.loads.reads
     rig.end()
 
 
@@ -255,51 +188,6 @@ def test_of_a_long_prefix_the_first_blocks_that_fit_are_read() -> None:
     rig.end()
 
 
-def test_so_many_are_under_way_and_no_more() -> None:
-    rig = Stacked(num_host=HOST)
-    for name in "abcde":
-        rig.put("ssd", rig.keys(1, name))
-    first = [fetching(rig, 1, name) for name in "abcd"]
-    assert rig.cache.prefetch(rig.prefix(1, "e"), "fifth") is None and not rig.cache.may_prefetch
-    rig.flow()
-    assert all(fetch.settled for fetch in first) and rig.cache.may_prefetch
-    fetching(rig, 1, "e")
-    rig.flow()
-    rig.end()
-
-
-def test_the_books_show_fetches_that_have_taken_too_much() -> None:
-    rig = from_ssd(12)
-    fetch = fetching(rig, 12)
-    private = rig.host.take(rig.keys(2, "b"), [0, 1], fetch.label)
-    fetch.room.keys += private.keys
-    with pytest.raises(InvariantBroken, match="1 fetches have reserved 10 of 32 host slots"):
-        rig.cache.check()
-    del fetch.room.keys[-2:]
-    rig.host.drop(private)
-    rig.flow()
-    rig.end()
-
-
-def test_where_host_memory_is_full_there_is_none_or_less() -> None:
-    rig = from_ssd()
-    private = rig.host.take_private(HOST, "somebody")
-    assert (
-        private is not None
-        and not rig.cache.may_prefetch
-        and rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None
-    )
-    private.rollback()
-    private = rig.host.take_private(HOST - 3, "somebody")
-    assert private is not None
-    skipped = rig.host.counts.skipped_full
-    assert fetching(rig).num_blocks == 3
-    assert rig.host.counts.skipped_full == skipped, "nothing was to be saved"
-    private.rollback()
-    rig.flow()
-    rig.end()
-
-
 def test_blocks_of_a_prefix_do_not_make_room_for_those_that_follow() -> None:
     rig = Stacked(num_host=8)
     rig.remembered(4, tiers=("host",))
@@ -313,18 +201,10 @@ def test_blocks_of_a_prefix_do_not_make_room_for_those_that_follow() -> None:
     rig.end()
 
 
-def test_few_groups_are_read_ahead_before_the_tier_was_measured() -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    assert len(fetch.staged) == len(rig.tiers["ssd"].readings) == 2 and len(fetch.unread) == 2
-    rig.flow()
-    rig.end()
-
-
 def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
     rig = from_ssd()
     tier = rig.tiers["ssd"]
-    tier.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * reads_module._FETCH_AHEAD_S)
+    tier.counts.rate.bytes_per_s = GROUP * BLOCK_BYTES / (0.75 * reads_module._FETCH_AHEAD_S)
     fetch = fetching(rig)
     assert len(fetch.staged) == 2, "one is less than that, two are more"
     rig.flow()
@@ -332,98 +212,7 @@ def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
     rig.end()
 
 
-def test_it_begins_no_reads_while_a_load_keeps_the_tier_busy() -> None:
-    rig = from_ssd()
-    rig.put("ssd", rig.keys(EIGHT, "b"))
-    # the cold load takes twice as long
-    rig.tiers["ssd"].counts.rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * reads_module._FETCH_AHEAD_S))
-    table, load = rig.load(EIGHT, "b")
-    fetch = fetching(rig)
-    assert len(load.staged) == 4 and not fetch.staged and len(fetch.unread) == 4
-    rig.read(0, 1)
-    assert not fetch.staged, "half of it is still queued"
-    rig.read(0)
-    assert len(fetch.staged) == 1
-    rig.flow()
-    assert load.num_landed == fetch.num_came == EIGHT
-    rig.end(table)
-
-
-def test_a_second_one_reads_what_the_first_does_not() -> None:
-    rig = from_ssd()
-    reads = count_reads(rig)
-    one, two = fetching(rig, 5), fetching(rig, EIGHT)
-    assert (one.num_blocks, two.num_blocks) == (5, 3)
-    assert rig.cache.prefetch(rig.prefix(EIGHT), "third") is None, "there is nothing left for it"
-    rig.flow()
-    assert reads == Counter(rig.keys(EIGHT)) and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT
-    rig.end()
-
-
 # ----------------------------------------------------------------------------------------------- what ends it
-
-
-@pytest.mark.parametrize("lost", range(EIGHT))
-@pytest.mark.parametrize("how", ["lost", "spoiled", "failing"])
-def test_it_ends_before_a_block_that_does_not_come(lost: int, how: str) -> None:
-    rig = from_ssd()
-    keys = rig.keys(EIGHT)
-    fetch = fetching(rig)
-    if how == "failing":
-        rig.stores["ssd"].fails.add(keys[lost])
-    else:
-        (rig.stores["ssd"].lose if how == "lost" else rig.stores["ssd"].spoil)(keys[lost])
-    rig.flow()
-    assert fetch.settled and fetch.num_came < fetch.num_blocks == EIGHT
-    came = rig.host_has(keys)
-    assert came[:lost] == [True] * lost and not came[lost] and sum(came) == fetch.num_came < EIGHT
-    assert rig.host.pool.counts.reserved == 0
-    rig.end()
-
-
-def test_what_lies_behind_a_block_that_does_not_come_is_not_read() -> None:
-    rig = from_ssd()
-    rig.stores["ssd"].fails.add(rig.keys(EIGHT)[0])
-    reads = count_reads(rig)
-    fetching(rig)
-    rig.read(0)
-    assert rig.host.pool.counts.reserved == GROUP, "the group that is being read already"
-    rig.flow()
-    assert reads == Counter(rig.keys(2 * GROUP))
-    rig.end()
-
-
-@pytest.mark.parametrize("num_read", range(5))
-def test_a_tier_that_dies_under_way_brings_what_it_had_read(num_read: int) -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    rig.read(*(number % 2 for number in range(num_read)))
-    rig.stores["ssd"].die()
-    rig.flow()
-    assert fetch.settled and fetch.num_came == num_read * GROUP and rig.host.pool.counts.reserved == 0
-    assert (fetch.num_came == fetch.num_blocks) == (num_read == 4)
-    if num_read < 4:
-        assert not rig.tiers["ssd"].usable and rig.cache.prefetch(rig.prefix(EIGHT), "next") is None, (
-            "it is fenced off"
-        )
-    rig.stores["ssd"].raises = None
-    rig.end()
-
-
-def test_a_tier_that_is_stuck_gets_nothing_more_to_do_and_the_room_is_given_back() -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    rig.tiers["ssd"].calls._stuck_s = -1.0
-    rig.tiers["ssd"].calls._running["one that hangs"] = rig.clock()
-    assert not rig.tiers["ssd"].usable
-    rig.cache.settle()
-    rig.check()
-    assert not fetch.unread and rig.host.pool.counts.reserved == 2 * GROUP and not fetch.settled
-    assert rig.cache.prefetch(rig.prefix(4, "b"), "other") is None
-    del rig.tiers["ssd"].calls._running["one that hangs"]
-    rig.flow()
-    assert fetch.num_came == 2 * GROUP
-    rig.end()
 
 
 def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> None:
@@ -437,26 +226,6 @@ def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> N
     )
     rig.flow()
     assert fetch.settled and not fetch.overdue and fetch.num_came == 2 * GROUP < fetch.num_blocks
-    rig.end()
-
-
-@pytest.mark.parametrize("num_read", range(5))
-def test_a_cancel_at_any_moment_lets_land_what_is_being_read_and_reads_no_more(num_read: int) -> None:
-    rig = from_ssd()
-    rig.tiers["ssd"].counts.rate = LinkRate()  # never measured: two groups at a time
-    fetch = fetching(rig)
-    for number in range(num_read):
-        rig.read(number % 2)
-    fetch.end()
-    fetch.end()
-    rig.cache.settle()
-    rig.check()
-    under_way = min(2, 4 - num_read) * GROUP
-    assert rig.host.pool.counts.reserved == under_way and fetch.settled == (under_way == 0)
-    rig.flow()
-    assert (
-        fetch.settled and sum(rig.host_has(rig.keys(EIGHT))) == fetch.num_came == num_read * GROUP + under_way
-    )
     rig.end()
 
 
@@ -502,50 +271,6 @@ def test_what_a_reset_has_forgotten_is_not_published_whoever_ends_it_later(later
     rig.end(*tables)
 
 
-def test_a_reset_of_the_device_leaves_it_alone() -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    rig.cache.reset(["device"])
-    rig.flow()
-    assert fetch.num_came == EIGHT
-    rig.end()
-
-
-def test_a_close_under_way_reads_no_further_and_leaves_nothing() -> None:
-    rig = from_ssd()
-    reads = count_reads(rig)
-    fetch = fetching(rig)
-    rig.cache.close()
-    assert (
-        fetch.settled
-        and reads == Counter(rig.keys(2 * GROUP))
-        and all(store.closed for store in rig.stores.values())
-    )
-
-
-def test_a_close_over_a_read_that_hangs_says_so_and_can_be_tried_again() -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    with held(rig, "read"), pytest.raises(DeadlineExceeded):
-        rig.cache.close(0.0)
-    assert not fetch.settled and rig.host.pool.counts.reserved == 2 * GROUP
-    rig.cache.close()
-    assert fetch.settled
-
-
-def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back() -> None:
-    rig = from_ssd(2)
-    fetch = fetching(rig, 2)
-    whole = rig.stores["ssd"]._read
-    rig.stores["ssd"].read = lambda keys, into: [whole(key, into[0]) for key in keys[:1]]  # type: ignore[method-assign]
-    rig.lanes.run_all()
-    with pytest.raises(InvariantBroken, match="said 1 things about 2 blocks"):
-        rig.cache.settle()
-    rig.flow()
-    assert fetch.settled and fetch.num_came == 0 and rig.host.pool.counts.reserved == 0
-    rig.end()
-
-
 # -------------------------------------------------------------------------------------------- drain and check
 
 
@@ -565,14 +290,6 @@ def test_a_drain_of_everything_waits_for_it_and_one_of_slots_does_not() -> None:
     rig.cache.drain(1.0)
     assert fetch.settled and fetch.num_came == EIGHT and rig.cache.num_in_flight == 0
     rig.end(table)
-
-
-def test_a_drain_of_everything_waits_for_one_that_a_store_is_asked_for() -> None:
-    rig = far_away()
-    fetch = fetching(rig)
-    rig.cache.drain(1.0)
-    assert fetch.num_came == EIGHT
-    rig.end()
 
 
 # ------------------------------------------------------------------------------------- a request comes for it
@@ -599,40 +316,6 @@ def test_a_load_takes_over_and_nothing_is_read_twice(num_read: int, longer: int)
     rig.end(table)
 
 
-def test_a_load_promotes_what_the_fetch_has_landed_while_the_rest_is_read() -> None:
-    rig = from_ssd()
-    fetching(rig)
-    rig.read(0)
-    table, load = rig.load(EIGHT)
-    assert load.num_sent == GROUP, "it was there already"
-    rig.read(1)
-    assert load.num_sent == 2 * GROUP, "shared as soon as it had landed"
-    rig.flow()
-    assert load.num_landed == EIGHT
-    rig.end(table)
-
-
-def shared_with_a_load_and_wanted_by_others() -> None:
-    """What a fetch lands for a cold load stays for it, though all the rest of host memory is wanted by
-    saves."""
-    rig = from_ssd(2, num_host=8)
-    fetching(rig, 2)
-    table, load = rig.load(2)
-    rig.lane("read ssd 0").step()
-    rig.lane("read ssd 0").step()
-    rig.lane("read ssd 0").step()
-    rig.cache.settle()
-    other = rig.ran(8, "b", "other")
-    rig.run("launch save", "save")
-    rig.flow()
-    assert load.num_landed == 2 and rig.device_has(2) == [True] * 2
-    rig.end(table, other)
-
-
-def test_what_a_load_shares_stays_until_it_was_promoted() -> None:
-    shared_with_a_load_and_wanted_by_others()
-
-
 def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -653,61 +336,6 @@ def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(
     rig.end(table)
 
 
-@pytest.mark.parametrize("lost", range(4))
-def test_a_load_ends_before_a_block_that_the_fetch_could_not_read(lost: int) -> None:
-    rig = from_ssd()
-    rig.stores["ssd"].fails.add(rig.keys(EIGHT)[lost])
-    fetching(rig)
-    table, load = rig.load(EIGHT)
-    assert len(load.awaited) == 2 * GROUP
-    rig.flow()
-    assert load.over and load.num_landed == load.limit == lost and isinstance(load.error(), TransferFailed)
-    rig.fill(table, EIGHT)
-    rig.end(table)
-
-
-def test_a_load_does_not_wait_for_a_fetch_that_is_late() -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    fetch.deadline_s = 0.0
-    with held(rig, "read"):
-        table, load = rig.load(EIGHT)
-        assert load.settled and load.num_landed == 0, "its request computes"
-        rig.fill(table, EIGHT)
-    rig.flow()
-    rig.end(table)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_load_over_a_reset_computes_what_is_not_published(when: str) -> None:
-    rig = from_ssd()
-    fetch = fetching(rig)
-    lease = rig.cache.lease("request", rig.prefix(EIGHT))
-    assert lease is not None
-    if when == "before":
-        rig.cache.reset(["host"])
-    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = table.promote(lease, EIGHT, 1)
-    if when == "after":
-        rig.cache.reset(["host"])
-    rig.flow()
-    assert (
-        fetch.settled and load.settled and load.num_landed == 0 and isinstance(load.error(), TransferFailed)
-    )
-    rig.fill(table, EIGHT)
-    rig.end(table)
-
-
-def test_a_request_that_goes_while_it_shares_a_fetch_keeps_nothing() -> None:
-    rig = from_ssd()
-    fetching(rig)
-    table, load = rig.load(EIGHT)
-    table.release(None)
-    rig.flow()
-    assert load.over and rig.host.pool.counts.pinned == 0
-    rig.end()
-
-
 def test_fetches_of_others_make_room_for_a_load() -> None:
     rig = from_ssd(num_host=16)
     rig.put("ssd", rig.keys(EIGHT, "b"))
@@ -721,26 +349,6 @@ def test_fetches_of_others_make_room_for_a_load() -> None:
     private.rollback()
     rig.flow()
     assert load.num_landed == EIGHT and fetch.num_came == GROUP
-    rig.end(table)
-
-
-def test_fetches_of_others_go_on_beside_a_load_that_has_room() -> None:
-    rig = from_ssd()
-    rig.put("ssd", rig.keys(4, "b"))
-    fetch = fetching(rig)
-    table, load = rig.load(4, "b")
-    rig.flow()
-    assert fetch.num_came == EIGHT and load.num_landed == 4
-    rig.end(table)
-
-
-def test_a_drain_of_slots_waits_for_what_a_load_shares() -> None:
-    rig = from_ssd()
-    fetching(rig)
-    table, load = rig.load(4)
-    assert len(load.awaited) == 4 and not load.staged
-    rig.cache.drain(1.0, table.hold.slots)
-    assert load.settled and load.num_landed == 4
     rig.end(table)
 
 
@@ -758,3 +366,48 @@ def test_nobody_waits_for_a_read_that_hangs() -> None:
         assert rig.host_has(rig.keys(4, "b")) == [True] * 4, "saves find room"
     rig.flow()
     rig.end(other)
+
+
+def test_so_many_are_under_way_and_no_more() -> None:
+    rig = Stacked(num_host=HOST)
+    for name in "abcde":
+        rig.put("ssd", rig.keys(1, name))
+    first = [fetching(rig, 1, name) for name in "abcd"]
+    assert rig.cache.prefetch(rig.prefix(1, "e"), "fifth") is None and not rig.cache.may_prefetch
+    rig.flow()
+    assert all(fetch.settled for fetch in first) and rig.cache.may_prefetch
+    fetching(rig, 1, "e")
+    rig.flow()
+    rig.end()
+
+
+def test_one_that_has_ended_while_a_store_was_asked_reads_nothing() -> None:
+    rig = far_away()
+    fetch = fetching(rig)
+    fetch.end()
+    assert fetch.settled
+    rig.flow()
+    assert rig.stores["remote"].calls.count("read") == 0 and not rig.loads.reads
+    rig.end()
+
+
+def test_a_close_under_way_reads_no_further_and_leaves_nothing() -> None:
+    rig = from_ssd()
+    reads = count_reads(rig)
+    fetch = fetching(rig)
+    rig.cache.close()
+    assert (
+        fetch.settled
+        and reads == Counter(rig.keys(2 * GROUP))
+        and all(store.closed for store in rig.stores.values())
+    )
+
+
+def test_a_close_over_a_read_that_hangs_says_so_and_can_be_tried_again() -> None:
+    rig = from_ssd()
+    fetch = fetching(rig)
+    with held(rig, "read"), pytest.raises(DeadlineExceeded):
+        rig.cache.close(0.0)
+    assert not fetch.settled and rig.host.pool.counts.reserved == 2 * GROUP
+    rig.cache.close()
+    assert fetch.settled

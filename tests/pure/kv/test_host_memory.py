@@ -3,7 +3,6 @@ ends nothing else."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -97,16 +96,6 @@ def test_an_error_of_any_kind_is_told_and_what_is_ready_stays_ready(
     assert seen == PIECES[:2] and "the host tier uses what it has" in caplog.text
     memory.close()
     assert arena.deeds == ["begins", "closes"]
-
-
-def test_how_far_it_is_is_told_once_for_each_tenth(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    memory = HostMemory(Pieces(), lambda slots: None)
-    for done in range(1, 1001):
-        memory._progress(done, 1000)
-    assert len(caplog.records) == 10 and all("GiB ready" in record.message for record in caplog.records)
-    memory._arena.let(1)  # type: ignore[attr-defined]
-    memory.close()
 
 
 ENDS = """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
 
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.tiers.host import ABSENT, HostLease, HostTier, Taken
+from penstock.kv.tiers.cold import Finding
+from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Part, Taken
 
 BLOCK = 16
 LEASE_S = 10.0
@@ -43,94 +44,6 @@ def leased(tier: HostTier, keys: list[bytes], owner: str = "request") -> HostLea
 
 
 # ----------------------------------------------------------------------------------------------------- leases
-
-
-def test_a_lease_covers_every_block_that_is_here_and_knows_the_gaps() -> None:
-    tier = new_tier()
-    fill(tier, [KEYS[0], KEYS[1], KEYS[3]])
-    lease = leased(tier, KEYS[:5])
-    assert [slot == ABSENT for slot in lease.slots] == [False, False, True, False, True]
-    assert [lease.num_from(block) for block in range(7)] == [2, 1, 0, 1, 0, 0, 0]
-    assert lease.num_tokens == 5 * BLOCK and lease.ready and not lease.expired
-    assert (len(tier.leases), tier.pool.counts.pinned, tier.pool.num_unwanted) == (1, 0, 5), (
-        "its blocks are wanted, and not held"
-    )
-    assert lease.claim(0, 5) and tier.pool.counts.pinned == 3
-    lease.end()
-    assert (len(tier.leases), tier.pool.counts.pinned, tier.pool.counts.idle, tier.pool.num_unwanted) == (
-        0,
-        0,
-        3,
-        8,
-    )
-    tier.close()
-
-
-def test_a_lease_from_a_block_on_leaves_those_before_alone() -> None:
-    tier = new_tier()
-    fill(tier, KEYS[:4])
-    lease = tier.lease(KEYS[:4], "request", 3)
-    assert lease is not None and tier.pool.num_unwanted == 7
-    assert [lease.num_from(block) for block in range(5)] == [0, 0, 0, 1, 0]
-    lease.end()
-
-
-def test_there_is_no_lease_where_nothing_is_here() -> None:
-    tier = new_tier()
-    assert tier.lease(KEYS[:3], "request") is None and tier.lease([], "request") is None
-    assert len(tier.leases) == 0
-
-
-def test_a_claim_of_some_blocks_holds_those_and_no_others() -> None:
-    tier = new_tier()
-    fill(tier, KEYS[:4])
-    lease = leased(tier, KEYS[:4])
-    assert lease.claim(1, 2) and tier.pool.counts.pinned == 2
-    tier.pool.evict(99)
-    assert [tier.has_each([key])[0] for key in KEYS[:4]] == [False, True, True, False]
-    lease.end()
-
-
-def test_a_claimed_block_is_never_evicted() -> None:
-    tier = new_tier(num_slots=4)
-    fill(tier, KEYS[:4])
-    lease = leased(tier, KEYS[:2])
-    assert lease.claim(0, 2)
-    fill(tier, KEYS[10:14])
-    assert [tier.has_each([key])[0] for key in KEYS[:2]] == [True, True] and not any(tier.has_each(KEYS[2:4]))
-    assert tier.pool.evict(99) == 2 and all(tier.has_each(KEYS[:2]))
-    lease.end()
-    assert tier.pool.evict(99) == 2 and tier.pool.num_keys == 0
-
-
-def test_a_wanted_block_is_forgotten_after_all_others_and_no_save_takes_its_place() -> None:
-    tier = new_tier(num_slots=4)
-    fill(tier, KEYS[:4])
-    lease = leased(tier, KEYS[:2])
-    fill(tier, KEYS[10:14])
-    assert [tier.has_each([key])[0] for key in KEYS[:2]] == [True, True] and not any(tier.has_each(KEYS[2:4]))
-    assert tier.counts.skipped_full == 2 and tier.pool.num_unwanted == 2
-    lease.refresh()
-    assert lease.num_from(0) == 2
-    assert tier.pool.evict(99) == 4, "nobody has a table for them: they are held by nobody"
-    assert lease.num_from(0) == 2 and not lease.claim(0, 2), (
-        "it does not know yet, and finds out before anybody relies on it"
-    )
-    assert lease.num_from(0) == 0 and tier.pool.counts.pinned == 0 and len(tier.leases) == 1
-    lease.end()
-    tier.close()
-
-
-def test_two_leases_on_a_block_are_two() -> None:
-    tier = new_tier(num_slots=1)
-    fill(tier, KEYS[:1])
-    one, two = leased(tier, KEYS[:1]), leased(tier, KEYS[:1])
-    one.end()
-    one.end()  # has ended: nothing more to give back
-    fill(tier, KEYS[1:2])
-    assert tier.has_each([KEYS[0]])[0] and tier.counts.skipped_full == 1
-    two.end()
-    tier.close()
 
 
 # Holds invariant 12: time frees a lease that nobody used.
@@ -168,42 +81,7 @@ def test_what_a_transfer_reads_has_left_its_lease_and_does_not_expire() -> None:
     tier.close()
 
 
-def test_leases_are_looked_at_now_and_then_and_not_every_time() -> None:
-    clock = Clock()
-    tier = new_tier(clock=clock)
-    tier.expire()
-    fill(tier, KEYS[:1])
-    lease = leased(tier, KEYS[:1])
-    lease.deadline_s = clock.now_s
-    clock.now_s += 0.5
-    tier.expire()
-    assert not lease.expired
-    clock.now_s += 0.6
-    tier.expire()
-    assert lease.expired
-
-
 # --------------------------------------------------------------------------------------------- writing blocks
-
-
-def test_a_block_is_found_when_it_has_landed_and_not_before() -> None:
-    tier = new_tier()
-    coming = taken(tier, KEYS[:2])
-    assert coming.places == [0, 1] and tier.pool.counts.reserved == 2
-    assert tier.pool.num_keys == 0 and tier.lease(KEYS[:2], "request") is None
-    tier.land(coming)
-    assert all(tier.has_each(KEYS[:2])) and tier.pool.counts == SlotCounts(
-        free=6, reserved=0, active=0, pinned=0, idle=2
-    )
-    assert tier.counts.landed == 2
-    tier.close()
-
-
-def test_a_block_that_did_not_arrive_publishes_nothing_and_can_be_tried_again() -> None:
-    tier = new_tier()
-    tier.drop(taken(tier, KEYS[:2]))
-    assert tier.pool.num_keys == 0 and tier.pool.counts.free == 8 and tier.counts.landed == 0
-    assert taken(tier, KEYS[:2]).places == [0, 1]
 
 
 def test_what_is_here_or_on_its_way_is_not_taken_again() -> None:
@@ -218,42 +96,6 @@ def test_what_is_here_or_on_its_way_is_not_taken_again() -> None:
         tier.land(each)
     assert taken(tier, KEYS[:4]).reservation is None
     tier.close()
-
-
-def test_a_full_tier_takes_the_first_blocks_and_counts_the_others() -> None:
-    tier = new_tier(num_slots=3)
-    fill(tier, KEYS[:1])
-    lease = leased(tier, KEYS[:1])
-    some = taken(tier, KEYS[10:14])
-    assert some.places == [0, 1] and tier.counts.skipped_full == 2
-    none = taken(tier, KEYS[20:22])
-    assert none.places == [] and none.reservation is None and tier.counts.skipped_full == 4
-    for each in (some, none):
-        tier.land(each)
-    lease.end()
-    tier.close()
-
-
-def test_room_for_one_request_alone_is_all_or_nothing_and_never_found() -> None:
-    tier = new_tier(num_slots=3)
-    private = tier.take_private(2, "retract")
-    assert private is not None and tier.take_private(2, "retract") is None
-    assert tier.counts.skipped_full == 2 and tier.pool.num_keys == 0
-    lease = HostLease(tier, "request", private.run, 20)
-    lease.open(0, private)
-    assert len(tier.leases) == 1
-    lease.end()
-    assert tier.pool.counts.free == 3
-    tier.close()
-
-
-def test_each_key_asked_for_is_pinned_where_it_is_here() -> None:
-    tier = new_tier()
-    fill(tier, [KEYS[0], KEYS[2]])
-    slots, pin = tier.pin_each(KEYS[:3], "retract")
-    assert pin is not None and slots[1] == ABSENT and sorted(pin.slots) == sorted([slots[0], slots[2]])
-    assert tier.pin_each(KEYS[5:6], "retract") == ([ABSENT], None)
-    pin.end()
 
 
 def test_no_lock_is_held_after_a_failed_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,19 +158,6 @@ def test_closing_with_something_out_raises(out: str) -> None:
         tier.close()
 
 
-def test_a_lease_regains_its_first_block_when_that_has_landed_again() -> None:
-    tier = new_tier(num_slots=6)
-    fill(tier, KEYS[:2])
-    lease = leased(tier, KEYS[:2])
-    tier.pool.evict(99)
-    lease.refresh()
-    assert lease.num_from(0) == 0
-    fill(tier, KEYS[:2])
-    lease.grow()
-    assert lease.num_from(0) == 2
-    lease.end()
-
-
 def test_a_lease_grows_by_what_lands_behind_its_blocks_while_its_request_waits() -> None:
     tier = new_tier(num_slots=6)
     fill(tier, KEYS[:2])
@@ -344,3 +173,131 @@ def test_a_lease_grows_by_what_lands_behind_its_blocks_while_its_request_waits()
     assert tier.pool.num_unwanted == tier.num_slots - 4, "all of them are wanted"
     lease.end()
     assert tier.pool.num_unwanted == tier.num_slots
+
+
+@pytest.mark.parametrize(
+    ("displaces", "most", "num_taken", "expected"),
+    [
+        (Displaces.UNWANTED, None, 4, {"deduplicated": 2, "skipped_full": 1}),
+        (Displaces.NOTHING, None, 2, {"deduplicated": 2, "postponed": 3}),
+        (Displaces.ANYTHING, None, 5, {"deduplicated": 2}),
+        # those beyond are not wanted: nothing has become of them
+        (Displaces.UNWANTED, 3, 3, {"deduplicated": 2}),
+        (Displaces.NOTHING, 3, 2, {"deduplicated": 2, "postponed": 1}),
+        (Displaces.UNWANTED, 0, 0, {"deduplicated": 2}),
+        (Displaces.ANYTHING, 9, 5, {"deduplicated": 2}),
+    ],
+)
+def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
+    displaces: Displaces, most: int | None, num_taken: int, expected: dict[str, int]
+) -> None:
+    """Of eight slots one is pinned, one is of a block that somebody wants, two are of others, two are
+    reserved and two are free."""
+    tier = new_tier(num_slots=8)
+    fill(tier, KEYS[:4])
+    _, pin = tier.pin_each(KEYS[:1], "transfer")
+    lease = leased(tier, KEYS[1:2])
+    coming = tier.take(KEYS[20:22], range(2), "demote")
+    before = dataclasses.asdict(tier.counts)
+    took = tier.take([KEYS[0], KEYS[20], *KEYS[10:15]], range(7), "demote", displaces, most)
+    assert took.keys == KEYS[10 : 10 + num_taken] and took.depths == list(range(2, 2 + num_taken))
+    changed = {
+        name: num - before[name]
+        for name, num in dataclasses.asdict(tier.counts).items()
+        if num != before[name]
+    }
+    assert changed == expected
+    lease.end()
+    for each in (took, coming):
+        tier.drop(each)
+    assert pin is not None
+    pin.end()
+    tier.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_every_block_that_leaves_is_told_once_and_in_order_however_few_are_asked_for(most: int) -> None:
+    tier = new_tier()
+    tier.take_gone(0)
+    fill(tier, KEYS[:5])
+    lost = [0, 3, 1, 4]
+    for place in lost:
+        tier.forget(KEYS[place : place + 1])
+    fill(tier, KEYS[3:4])  # it is here again: nobody has lost it
+    told: list[bytes] = []
+    while bool(tier.pool.gone):
+        some = tier.take_gone(most)
+        assert len(some) <= most
+        told += some
+    assert told == [KEYS[0], KEYS[1], KEYS[4]] and tier.take_gone(most) == []
+    tier.close()
+
+
+@pytest.mark.parametrize("before_are_here", [True, False])
+def test_a_lease_from_a_block_on_grows_behind_it_and_never_before(before_are_here: bool) -> None:
+    """The device has what lies before: whether host memory has it, too, says nothing about what may come
+    behind."""
+    tier = new_tier()
+    if before_are_here:
+        fill(tier, KEYS[:2])
+    fill(tier, KEYS[2:3])
+    lease = tier.lease(KEYS[:5], "request", first=2)
+    assert lease is not None and lease.num_from(2) == 1
+    fill(tier, KEYS[3:5])
+    lease.grow()
+    assert lease.num_from(2) == 3 and lease.slots[:2].tolist() == [ABSENT, ABSENT]
+    assert tier.pool.num_unwanted == tier.num_slots - 3, "those before are nobody's wish"
+    lease.end()
+    tier.close()
+
+
+def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> None:
+    """An order of eviction and a store are told how deep a block lies: not which of those it came with it
+    is."""
+    tier = new_tier()
+    some = tier.take(KEYS[:4], [5, 6, 7, 8], "read")
+    pin = tier.land(some, [1, 3], "read")
+    slots = tier.pool.find_each([KEYS[1], KEYS[3]])
+    assert pin is not None and tier.pool.depths[slots].tolist() == [6, 8]
+    pin.end()
+    tier.close()
+
+
+@pytest.mark.parametrize("in_part", [False, True], ids=["saved", "read from a store"])
+def test_a_block_that_a_snapshot_pins_stays_however_it_comes(in_part: bool) -> None:
+    tier = new_tier()
+    tier.pin_keys("snapshot", KEYS[:2])
+    some = taken(tier, KEYS[:3])
+    if in_part:
+        pin = tier.land(some, [0, 2], "read")
+        assert pin is not None
+        pin.end()
+    else:
+        tier.land(some)
+    pinned = 1 if in_part else 2
+    assert (
+        tier.pool.evict(99) == 1
+        and tier.pool.num_keys == tier.pool.counts.pinned == pinned
+        and tier.has_each([KEYS[0]])[0]
+    )
+    tier.unpin_keys("snapshot")
+    assert tier.pool.evict(99) == pinned
+    tier.close()
+
+
+def test_a_lease_that_has_run_out_has_nothing_in_any_tier_and_cannot_be_claimed() -> None:
+    clock = Clock()
+    tier = new_tier(clock=clock)
+    fill(tier, KEYS[:2])
+    found = Finding()
+    found.answer(2)
+    waiting, claimed = leased(tier, KEYS[:4]), leased(tier, KEYS[:4])
+    waiting.parts = claimed.parts = (Part("ssd", [2, 3], found),)
+    assert waiting.runs_from(0) == [("host", 2), ("ssd", 2)] and claimed.claim(0, 2)
+    clock.now_s += LEASE_S + 2.0
+    tier.expire()
+    for lease in (waiting, claimed):
+        assert lease.runs_from(0) == [] and lease.num_from(0) == 0 and lease.ready and not lease.parts
+        assert not lease.claim(0, 0) and lease.take() is None
+    assert tier.pool.num_unwanted == tier.num_slots
+    tier.close()

@@ -1,24 +1,20 @@
 """The host tier against a reference that knows which keys must be here and who has what out, in any order of
-calls; and faults that this must notice."""
+calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
-from penstock.errors import PenstockError
-from penstock.kv.blocks.eviction import WantedLast
 from penstock.kv.blocks.handles import Handle, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
@@ -309,178 +305,3 @@ class TierMachine(RuleBasedStateMachine):
 
 TierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestHostTierAgainstItsReference = TierMachine.TestCase
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-def evicts_what_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = HostLease.claim
-
-    def faulty(self: HostLease, *args):
-        claimed = claim(self, *args)
-        while claimed and self._handles:
-            self._handles.pop().end()
-        return claimed
-
-    monkeypatch.setattr(HostLease, "claim", faulty)
-
-
-def evicts_what_is_wanted_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = HostLease.open
-
-    def faulty(self: HostLease, *args):
-        start(self, *args)
-        self.want.end()
-
-    monkeypatch.setattr(HostLease, "open", faulty)
-
-
-def drops_who_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostLease, "set_rank", lambda self, rank: setattr(self.want, "rank", -rank))
-
-
-def claims_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = HostLease.claim
-
-    def faulty(self: HostLease, *args):
-        self.refresh()
-        return claim(self, *args)
-
-    monkeypatch.setattr(HostLease, "claim", faulty)
-
-
-def pins_though_a_claim_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = HostLease.claim
-
-    def faulty(self: HostLease, *args):
-        return claim(self, *args) or (claim(self, *args) and False)
-
-    monkeypatch.setattr(HostLease, "claim", faulty)
-
-
-def wants_what_its_lease_wanted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostLease, "_end_want", lambda self: setattr(self, "want", None))
-
-
-def wants_what_comes_into_a_slot_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: WantedLast, slots):
-        for slot in slots:
-            self.losses[slot] += 1
-
-    monkeypatch.setattr(WantedLast, "lost", faulty)
-
-
-def gives_way_with_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_way = HostTier.give_way
-    monkeypatch.setattr(HostTier, "give_way", lambda self, keys, most: give_way(self, keys[::-1], most))
-
-
-def displaces_where_only_free_slots_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_in = HostTier._num_in
-    monkeypatch.setattr(
-        HostTier,
-        "_num_in",
-        lambda self, displaces: num_in(self, max(displaces, Displaces.UNWANTED, key=_as_number)),
-    )
-
-
-def _as_number(displaces: Displaces) -> int:
-    return list(Displaces).index(displaces)
-
-
-def takes_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = HostTier.take
-
-    def faulty(self: HostTier, *args):
-        self._arriving.clear()
-        return take(self, *args)
-
-    monkeypatch.setattr(HostTier, "take", faulty)
-
-
-def publishes_what_did_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostTier, "drop", HostTier.land)
-
-
-def remembers_for_ever_what_was_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    drop = HostTier.drop
-
-    def faulty(self: HostTier, taken):
-        drop(self, taken)
-        self._arriving.update(taken.keys)
-
-    monkeypatch.setattr(HostTier, "drop", faulty)
-
-
-def takes_the_last_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = HostTier.take
-
-    def faulty(self: HostTier, keys, depths, owner, displaces):
-        taken = take(self, keys[::-1], list(depths)[::-1], owner, displaces)
-        taken.places = sorted(len(keys) - 1 - place for place in taken.places)
-        return taken
-
-    monkeypatch.setattr(HostTier, "take", faulty)
-
-
-def lets_a_transfer_go_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = HostLease.take
-
-    def faulty(self: HostLease):
-        kept = take(self)
-        self.keep(kept or ())
-        return kept
-
-    monkeypatch.setattr(HostLease, "take", faulty)
-
-
-def never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostTier, "expire", lambda self: None)
-
-
-def loses_private_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = HostLease.end
-
-    def faulty(self: HostLease):
-        self._handles = [one for one in self._handles if not isinstance(one, Reservation)]
-        end(self)
-
-    monkeypatch.setattr(HostLease, "end", faulty)
-
-
-FAULTS = [
-    evicts_what_is_claimed,
-    evicts_what_is_wanted_like_any_other,
-    drops_who_comes_first,
-    claims_what_has_gone,
-    pins_though_a_claim_fails,
-    wants_what_its_lease_wanted_for_ever,
-    wants_what_comes_into_a_slot_next,
-    gives_way_with_the_first_blocks,
-    displaces_where_only_free_slots_are_to_be_had,
-    takes_what_is_on_its_way,
-    publishes_what_did_not_arrive,
-    remembers_for_ever_what_was_on_its_way,
-    takes_the_last_blocks_first,
-    lets_a_transfer_go_with_its_lease,
-    never_expires,
-    loses_private_room,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_reference_notices_a_tier_that(fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    quick = settings(
-        max_examples=200,
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, PenstockError)):
-        run_state_machine_as_test(TierMachine, settings=quick)

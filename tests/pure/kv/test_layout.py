@@ -19,21 +19,6 @@ def test_a_block_has_the_bytes_of_all_layers():
     assert QWEN.block_bytes == int(2.25 * 1024 * 1024)
 
 
-def test_layers_follow_each_other_without_a_gap():
-    extents = [QWEN.extent((layer, layer + 1)) for layer in range(36)]
-    assert extents == [(first, QWEN.layer_bytes) for first in range(0, QWEN.block_bytes, QWEN.layer_bytes)]
-
-
-def test_a_run_of_layers_is_one_extent():
-    assert QWEN.extent((0, 36)) == (0, QWEN.block_bytes)
-    assert QWEN.extent((9, 18)) == (9 * QWEN.layer_bytes, 9 * QWEN.layer_bytes)
-    assert QWEN.extent((4, 4)) == (4 * QWEN.layer_bytes, 0)
-
-
-def test_the_shape_is_that_of_a_page():
-    assert QWEN.shape == (36, 2, 16, 8, 128)
-
-
 @pytest.mark.parametrize("layers", [(-1, 3), (3, 2), (0, 37)])
 def test_layers_that_are_not_there_have_no_extent(layers):
     with pytest.raises(InvariantBroken):

@@ -14,7 +14,7 @@ from penstock.kv.tiers import loads, reads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
 from penstock.testing.stores import HandClock
-from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYOUT, Rig
+from tests.pure.kv.storage_rig import BLOCK, LAYOUT
 from tests.pure.kv.test_cache_tiers import Cached
 
 TWO = 2 * LAYOUT.block_bytes
@@ -60,14 +60,6 @@ class Timed(Cached):
         super().end()
 
 
-def test_a_promotion_is_measured_by_its_bytes_and_its_time(clock: HandClock) -> None:
-    rig = Timed(clock)
-    rig.begin(FIRST)
-    rig.over(4.0)
-    assert rig.loads.costs.link.bytes_per_s == TWO / 4.0
-    rig.end()
-
-
 def test_a_part_of_a_context_that_is_fetched_says_nothing_about_the_link(clock: HandClock) -> None:
     rig = Timed(clock)
     table = rig.run("deep", list(range(200, 208)))
@@ -87,17 +79,6 @@ def test_one_that_waited_behind_another_is_measured_from_the_end_of_that(clock: 
     rig.over(4.0)
     rig.over(1.0)
     assert rig.cache.num_in_flight == 0
-    assert rig.loads.costs.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
-    rig.end()
-
-
-def test_one_that_came_after_a_pause_is_measured_from_its_own_submit(clock: HandClock) -> None:
-    rig = Timed(clock)
-    rig.begin(FIRST)
-    rig.over(4.0)
-    clock.advance(10.0)
-    rig.begin(SECOND)
-    rig.over(1.0)
     assert rig.loads.costs.link.bytes_per_s == pytest.approx(0.95 * TWO / 4.0 + 0.05 * TWO / 1.0)
     rig.end()
 
@@ -149,40 +130,3 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
     assert lease is not None
     lease.end()
     rig.end()
-
-
-# ------------------------------------------------------------------------------------------------------ saves
-
-
-def test_a_save_that_copies_nothing_is_not_timed() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    before = rig.cache.stats().traffic
-    again = rig.computed(KEYS[2:3])
-    rig.saves.offer(again, 0, KEYS[:1], None)  # host memory has it
-    rig.saves.submit()
-    assert rig.cache.num_in_flight == 1
-    rig.land()
-    after = rig.cache.stats().traffic
-    assert rig.cache.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (
-        before.bytes,
-        before.seconds,
-        {},
-    )
-    again.end()
-    rig.close()
-
-
-def test_what_could_not_be_launched_is_a_failure_under_its_own_name() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:2])
-    rig.saves.offer(hold, 0, KEYS[:2], None)
-    rig.saves.submit()
-    first = rig.saves.mover.flying[0]
-    assert first is not None
-    first.prepare = lambda: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
-    rig.land()
-    traffic = rig.cache.stats().traffic
-    assert traffic.failures == {("host", "MemoryError"): 1} and not traffic.bytes and not traffic.seconds
-    hold.end()
-    rig.close()

@@ -1,36 +1,26 @@
 """Blocks that come back from the host, and requests whose own KV went there: what is protected until when,
-and what it is worth; and faults that turn these tests red."""
+and what it is worth."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
-from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
+from penstock.contract import Match
+from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers import loads as loads_module
+from penstock.kv.tiers import reads
+from penstock.kv.tiers.calls import Way
+from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.saves import SavedLease
+from tests.pure.kv.stacked_rig import Stacked
 from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
+from tests.pure.kv.test_moves import Full
 
 # ---------------------------------------------------------------------------------------------------- promote
-
-
-def test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[:3]).end()
-    rig.pool.evict(8)
-    hold = rig.hold(2)
-    lease = leased(rig, [KEYS[0], KEYS[1], KEYS[2]])
-    promotion = rig.promote(hold, lease, 2)
-    assert len(rig.host.leases) == 0 and rig.host.pool.counts.pinned == 3, "all that the lease had"
-    rig.save(KEYS[5:6], "other").end()
-    assert rig.in_host(KEYS[5:6]) == [None], "the sources are not evicted for it"
-    assert promotion.settled or rig.land() == [promotion]
-    assert [rig.device.cells[slot] for slot in hold.slots] == [[KEYS[0]] * LAYERS, [KEYS[1]] * LAYERS]
-    assert rig.host.pool.counts.idle == 3
-    hold.end()
-    rig.close()
 
 
 def test_a_promotion_comes_by_groups_of_layers_where_a_step_can_begin_on_the_first() -> None:
@@ -77,36 +67,6 @@ def test_groups_cover_every_layer_of_every_block_once(monkeypatch: pytest.Monkey
                 assert sorted(covered) == [
                     (block, layer) for block in range(num_blocks) for layer in range(LAYERS)
                 ]
-
-
-def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    rig.pool.evict(8)
-    hold = rig.hold(2)
-    promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2)
-    rig.load_copier.fail_next = 1
-    assert rig.land() == [promotion]
-    assert isinstance(promotion.error(), TransferFailed) and rig.cache.stats().traffic.failures == {
-        ("host", "copy"): 1
-    }
-    assert rig.host.pool.counts.idle == 2 and len(rig.host.leases) == 0
-    hold.end()
-    assert rig.pool.counts.free == 8
-    rig.close()
-
-
-def test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease() -> None:
-    rig = Rig()
-    rig.save(KEYS[:2]).end()
-    lease, hold = leased(rig, KEYS[:2]), rig.hold(2)
-    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
-    with pytest.raises(LaneClosed):
-        rig.promote(hold, lease, 2)
-    hold.end()
-    assert rig.pool.counts.pinned == 0 and len(rig.host.leases) == 1 and lease.num_from(0) == 2
-    lease.end()
-    rig.close()
 
 
 @pytest.mark.parametrize("why", ["expired", "gap", "short"])
@@ -189,74 +149,6 @@ def test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_
     rig.close()
 
 
-def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[:2], "before").end()
-    rig.pool.evict(8)
-    lease = retracted(rig, 2, 1, 9)
-    rig.land()
-    assert rig.saves.mover.counts.num_blocks == 3
-    rig.save(KEYS[5:7], "other").end()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
-    lease.end()
-    rig.close()
-
-
-def test_what_a_retraction_finds_in_host_memory_makes_no_room_for_others_before_it_is_over() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[:2], "before").end()
-    rig.pool.evict(8)
-    lease = retracted(rig, 2, 1, 9)
-    rig.lane("launch save").step()
-    other = rig.computed(KEYS[5:7], "other")
-    rig.saves.offer(other, 0, KEYS[5:7], None)
-    rig.saves.submit()
-    rig.lanes.run_all()  # both of them, before anybody takes in that the first is over
-    rig.settle()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
-    other.end()
-    lease.end()
-    rig.close()
-
-
-def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:2], num_more=1)
-    rig.saves.offer(hold, 0, KEYS[:2], None)
-    lease = rig.saves.retract(hold, 3, KEYS[:2], 9, None)
-    hold.end()
-    rig.land()
-    assert rig.saves.mover.counts.num_blocks == 3 and lease.num_from(0) == 3
-    lease.end()
-    rig.close()
-
-
-def test_a_retraction_that_finds_the_host_full_keeps_what_there_was_room_for() -> None:
-    rig = Rig(num_host=3)
-    rig.save(KEYS[8:9], "other").end()
-    held = leased(rig, KEYS[8:9])
-    lease = retracted(rig, 1, 2, 2 * BLOCK + 1)
-    rig.land()
-    assert lease.ready and lease.num_from(0) == 1, "the tail is all or nothing"
-    assert rig.host.counts.skipped_full == 2
-    for each in (lease, held):
-        each.end()
-    rig.close()
-
-
-def test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there() -> None:
-    rig = Rig()
-    rig.save(KEYS[:1], "before").end()
-    rig.save_copier.fail_next = 1
-    lease = retracted(rig, 2, 1, 9, [KEYS[0], KEYS[1]])
-    rig.land()
-    assert lease.ready and [lease.num_from(block) for block in range(3)] == [1, 0, 0]
-    assert rig.in_host(KEYS[:2]) == [KEYS[0], None]
-    lease.end()
-    assert rig.host.pool.counts.reserved == 0
-    rig.close()
-
-
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_over(launched: bool) -> None:
     rig = Rig()
@@ -293,23 +185,6 @@ def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
     rig.loads.costs.link.bytes_per_s = 100 * bytes_per_token
     assert rig.loads.worth(lease, 0) == 0
     lease.end()
-    rig.close()
-
-
-def test_what_is_ahead_on_the_lane_counts() -> None:
-    rig = Rig(num_host=16)
-    rig.save(KEYS[:4]).end()
-    rig.pool.evict(8)
-    rated(rig, 1000 * LAYOUT.block_bytes / BLOCK, 700)
-    one, two = leased(rig, KEYS[:4]), leased(rig, KEYS[:2])
-    assert rig.loads.worth(two, 0) == 2
-    hold = rig.hold(4)
-    rig.promote(hold, one, 4)
-    assert rig.loads.worth(two, 0) == 0
-    rig.land()
-    assert rig.loads.worth(two, 0) == 2
-    two.end()
-    hold.end()
     rig.close()
 
 
@@ -383,4 +258,140 @@ def test_what_a_request_saved_of_its_own_is_always_worth_it() -> None:
     assert rig.loads.worth(other, 0) == 0
     for each in (lease, other):
         each.end()
+    rig.close()
+
+
+FOUR = 4  # blocks
+# of these, where each token costs a millisecond, and one for each before it
+COMPUTE_S = FOUR * BLOCK * (1e-3 + 1e-3 * FOUR / 2 * BLOCK)
+LOAD_S = 0.7 * COMPUTE_S
+
+
+def measured(rig: Rig) -> None:
+    """A token at depth d takes 1 + d milliseconds, and nothing is loaded unasked."""
+    rig.set_limits(replace(rig.saves.limits, load_always=False))
+    for depth in (0, 100):
+        rig.loads.costs.prefill.add(BLOCK, depth, BLOCK * 1e-3 * (1 + depth))
+    assert rig.loads.costs.prefill.seconds(FOUR * BLOCK, FOUR / 2 * BLOCK) == pytest.approx(COMPUTE_S)
+
+
+def test_a_load_is_weighed_against_tokens_as_deep_as_they_lie() -> None:
+    rig = Rig()
+    rig.save(KEYS[:FOUR]).end()
+    measured(rig)
+    rig.loads.costs.link.add(FOUR * LAYOUT.block_bytes, LOAD_S)
+    lease = leased(rig, KEYS[:FOUR])
+    assert rig.loads.worth(lease, 0) == FOUR
+    lease.end()
+    rig.close()
+
+
+def test_what_others_are_reading_already_counts_in_the_time_of_a_load() -> None:
+    rig = Stacked("ssd")
+    for name in "ab":
+        rig.remembered(FOUR, name, ["ssd"])
+    measured(rig)
+    tier = rig.tiers["ssd"]
+    tier.counts.rate.bytes_per_s = FOUR * LAYOUT.block_bytes / LOAD_S
+    lease = rig.cache.lease("second", rig.prefix(FOUR, "b"))
+    assert lease is not None and rig.loads.worth(lease, 0) == FOUR
+    table, _ = rig.load(FOUR, "a")
+    assert tier.counts.queued_bytes[Way.READ] > 0 and rig.loads.worth(lease, 0) == 0
+    lease.end()
+    rig.flow()
+    rig.end(table)
+
+
+def test_a_saved_request_does_not_wait_for_a_lane_that_is_late_either() -> None:
+    rig = Rig(num_host=16)
+    lease = retracted(rig, 2, 1, 2 * BLOCK + 1)
+    rig.land()
+    rig.save(KEYS[10:12], "other").end()
+    rig.pool.evict(8)
+    other, hold = rig.host.lease(KEYS[10:12], "other"), rig.hold(2, "other")
+    assert other is not None
+    promotion = rig.promote(hold, other, 2)
+    assert rig.loads.worth(lease, 0) == 3
+    promotion.deadline_s = 0.0
+    assert rig.loads.worth(lease, 0) == 0
+    rig.land()
+    assert rig.loads.worth(lease, 0) == 3
+    lease.end()
+    hold.end()
+    rig.close()
+
+
+@pytest.mark.parametrize("dead", ["ssd", "remote"])
+def test_nothing_behind_a_tier_that_has_broken_since_is_worth_loading(dead: str) -> None:
+    """A prefix is of use up to its first gap: what a tier behind it has is nothing without what it has
+    lost."""
+    rig = Stacked("ssd", "remote", num_host=24)
+    rig.put("ssd", rig.keys(2))
+    rig.put("remote", rig.keys(4))
+    measured(rig)
+    lease = rig.cache.lease("request", rig.prefix(4))
+    rig.run("ask remote")
+    assert isinstance(lease, HostLease) and lease.runs_from(0) == [("ssd", 2), ("remote", 2)]
+    assert rig.cache.match(rig.prefix(4).keys, lease) == Match(0, 0, False, 4)
+    rig.stores[dead].die()
+    rig.tiers[dead].find(rig.keys(1, "z"), 1e9)
+    rig.run("ask remote")
+    assert not rig.tiers[dead].usable
+    assert rig.cache.match(rig.prefix(4).keys, lease).num_colder == (0 if dead == "ssd" else 2)
+    rig.stores[dead].raises = None
+    lease.end()
+    rig.end()
+
+
+def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_faster() -> None:
+    rig = Stacked("remote")
+    limits = rig.saves.limits
+    measured(rig)
+    assert limits.load_always and not rig.saves.limits.load_always
+    for chosen, expected in ((rig.saves.limits, BLOCK * 1e-3 * (1 + BLOCK / 2)), (limits, reads.PATIENCE_S)):
+        rig.set_limits(chosen)
+        lease = rig.cache.lease("request", rig.prefix(1))
+        assert isinstance(lease, HostLease)
+        assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(expected)
+        rig.flow()
+        lease.end()
+    rig.end()
+
+
+@pytest.mark.parametrize("postpones", [True, False])
+def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bool) -> None:
+    """Host memory forgets the deepest of a prefix first, whichever way it came there."""
+    rig = Full(num_device=4) if postpones else Rig(num_device=4)
+    hold = rig.hold(4)
+    rig.device.write(hold.slots, (0, LAYERS), [[key] * LAYERS for key in KEYS[:4]])
+    rig.pool.seal(hold.slots, KEYS[:4], [7, 8, 9, 10])
+    hold.end()
+    assert not rig.cache.make_room(3, 0)
+    rig.land()
+    moved = [
+        (key, depth)
+        for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True)
+        if rig.host.has_each([key])[0]
+    ]
+    assert len(moved) == 3
+    assert rig.host.pool.depths[rig.host.pool.find_each([key for key, _ in moved])].tolist() == [
+        depth for _, depth in moved
+    ]
+    rig.close()
+
+
+def test_what_is_ahead_on_the_lane_counts() -> None:
+    rig = Rig(num_host=16)
+    rig.save(KEYS[:4]).end()
+    rig.pool.evict(8)
+    rated(rig, 1000 * LAYOUT.block_bytes / BLOCK, 700)
+    one, two = leased(rig, KEYS[:4]), leased(rig, KEYS[:2])
+    assert rig.loads.worth(two, 0) == 2
+    hold = rig.hold(4)
+    rig.promote(hold, one, 4)
+    assert rig.loads.worth(two, 0) == 0
+    rig.land()
+    assert rig.loads.worth(two, 0) == 2
+    two.end()
+    hold.end()
     rig.close()

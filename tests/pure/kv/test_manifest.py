@@ -9,7 +9,6 @@ import struct
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,13 +61,6 @@ def test_what_is_packed_is_unpacked(
     assert (manifest.num_tokens, manifest.num_blocks) == (len(tokens), len(tokens) // 16)
 
 
-def test_it_is_compact() -> None:
-    """A conversation of 131,072 tokens takes 4 bytes a token and 16 a block, and next to nothing more."""
-    tokens = np.arange(131_072, dtype=np.uint32) % 5000
-    size = len(pack(made(tokens.tolist())))
-    assert size < 131_072 * 4 + 8192 * 16 + 1024
-
-
 # Holds invariant 23: bytes that come back are checked before they are used.
 @given(st.data())
 def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
@@ -86,11 +78,6 @@ def test_every_cut_is_found(at: int) -> None:
         unpack(packed[: at % len(packed)])
 
 
-def test_something_behind_its_end_is_found() -> None:
-    with pytest.raises(SnapshotRefused, match="longer than it says"):
-        unpack(pack(made()) + b"x")
-
-
 def test_another_version_is_named() -> None:
     packed = bytearray(pack(made()))
     struct.pack_into("<I", packed, 8, 2)
@@ -98,24 +85,11 @@ def test_another_version_is_named() -> None:
         unpack(bytes(packed))
 
 
-def test_what_is_no_manifest_is_said_to_be_none() -> None:
-    with pytest.raises(SnapshotRefused, match="no manifest"):
-        unpack(bytes(200))
-
-
 def test_keys_that_are_not_those_of_the_tokens_are_refused() -> None:
     """A checksum finds accidents of a disk; this finds a manifest that was put together wrongly."""
     wrong = dataclasses.replace(made(), tokens=token_bytes([*TOKENS[:20], 99, *TOKENS[21:]]))
     with pytest.raises(SnapshotRefused, match="keys are not those of its tokens"):
         unpack(pack(wrong))
-
-
-@pytest.mark.parametrize("facts", [b"[]", b"{}", b"not json", b'{"name": 1}'])
-def test_facts_that_cannot_be_read_are_refused(facts: bytes) -> None:
-    body = facts
-    head = format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(facts), 0, 0, 0, format_.checksum(body))
-    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
-        unpack(head + body)
 
 
 def with_facts(**changed: Any) -> bytes:
@@ -158,36 +132,12 @@ def test_whatever_a_fact_is_instead_it_is_refused(changed: dict[str, Any]) -> No
         unpack(with_facts(**changed))
 
 
-def test_facts_without_an_end_are_refused() -> None:
-    facts = b"[" * 200_000
-    head = format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(facts), 0, 0, 0, format_.checksum(facts))
-    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
-        unpack(head + facts)
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3])
-def test_part_of_a_token_is_refused(cut: int) -> None:
-    whole = made()
-    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
-        unpack(pack(dataclasses.replace(whole, tokens=whole.tokens[:-cut])))
-
-
 @pytest.mark.parametrize(
     "keys", [b"", made().keys[:-1], made().keys[:-16], made().keys + bytes(16), made().keys[16:]]
 )
 def test_more_or_fewer_keys_than_its_tokens_have_are_refused(keys: bytes) -> None:
     with pytest.raises(SnapshotRefused, match="keys are not those of its tokens"):
         unpack(pack(dataclasses.replace(made(), keys=keys)))
-
-
-def test_a_refusal_names_what_differs() -> None:
-    other = dataclasses.replace(SCOPE, kv_dtype="bfloat16", block_tokens=32)
-    with pytest.raises(
-        SnapshotRefused,
-        match=r"block_tokens is 16 and here 32, kv_dtype is float32 and here bfloat16",
-    ):
-        check_space(made(), other)
-    check_space(made(), SCOPE)
 
 
 def test_a_refusal_shows_the_beginning_of_a_digest_and_words_in_full() -> None:
@@ -213,11 +163,6 @@ def test_an_adapter_is_no_other_space_but_another_scope() -> None:
         check_scope(adapted, dataclasses.replace(SCOPE, salt="me"))
 
 
-def test_another_salt_is_another_scope() -> None:
-    with pytest.raises(SnapshotRefused, match="the cache_salt is another"):
-        check_scope(made(), dataclasses.replace(SCOPE, salt="you"))
-
-
 def test_what_an_earlier_process_has_kept_is_found_and_read() -> None:
     """Whoever changes one of these loses the snapshots of everybody who upgrades: the format gets another
     number then."""
@@ -231,7 +176,8 @@ def test_what_an_earlier_process_has_kept_is_found_and_read() -> None:
     )
 
 
-def test_names_are_apart_by_tenant() -> None:
-    assert snapshot_id(tenant_of("a"), "x") != snapshot_id(tenant_of("b"), "x")
-    assert snapshot_id(tenant_of("a"), "x").startswith(tenant_of("a").hex())
-    assert "x" not in snapshot_id(tenant_of("a"), "x")
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_part_of_a_token_is_refused(cut: int) -> None:
+    whole = made()
+    with pytest.raises(SnapshotRefused, match="facts cannot be read"):
+        unpack(pack(dataclasses.replace(whole, tokens=whole.tokens[:-cut])))

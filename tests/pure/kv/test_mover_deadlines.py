@@ -85,12 +85,6 @@ def test_a_drain_that_runs_out_of_time_says_so_and_loses_nothing(rig: Rig, late:
     assert rig.mover.settle() == [transfer] and transfer.error() is None
 
 
-def test_a_drain_waits_for_nobody_who_is_not_concerned(rig: Rig) -> None:
-    rig.mover.submit(Gated(rig.launch))
-    rig.mover.drain(0.0, lambda transfer: False)
-    assert len(rig.mover.flying) == 1
-
-
 # ----------------------------------------------------------------------------------------- launches that fail
 
 

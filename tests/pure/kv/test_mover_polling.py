@@ -44,10 +44,6 @@ def rig() -> Iterator[Rig]:
     rig.mover.close(PATIENCE_S)
 
 
-def test_nothing_in_flight_needs_no_look(rig: Rig) -> None:
-    assert rig.mover.look_again_s() == POLL_MOST_S
-
-
 def test_a_launcher_at_work_is_left_alone_until_it_wakes_whoever_waits(rig: Rig) -> None:
     transfer = rig.submit()
     assert rig.mover.look_again_s() == POLL_MOST_S and not rig.woken.is_set()

@@ -8,12 +8,9 @@ import threading
 import pytest
 
 from penstock.contract import Match, Prefix
-from penstock.errors import InvariantBroken
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
-from penstock.kv.transfer import NoMover, Transfer
-from tests.pure.kv.kv_fakes import FakeLane
 from tests.pure.kv.storage_rig import BLOCK, SCOPE
 
 TOKENS = list(range(4 * BLOCK))
@@ -63,33 +60,3 @@ def test_what_is_sealed_is_saved_nowhere_and_found_on_the_device_alone(cache: Kv
     cache.reset()
     assert cache.lease("other", prefix_of(cache)) is None
     cache.close()
-
-
-def test_a_retracted_request_keeps_nothing(cache: KvCache) -> None:
-    fence = FakeLane("compute").record()
-    assert computed(cache, 2).retract(2 * BLOCK, fence) is None
-    assert cache._pool.counts.pinned == 0 and cache._pool.counts.idle == 2
-    cache.close()
-
-
-def test_room_is_there_and_no_want_is_dropped_for_it(cache: KvCache) -> None:
-    """Whatever is evicted is lost in any case: nobody waits for it to be saved, and nothing is evicted before
-    it has to be."""
-    computed(cache).release(None)
-    want = cache.want(prefix_of(cache).keys, 1.0)
-    assert want is not None and cache.make_room(4, 0, 2)
-    cache.free_up(4)
-    assert want.protects and cache.num_free == 0 and cache._pool.counts.idle == 4
-    want.end()
-    cache.close()
-
-
-def test_the_order_of_requests_does_not_follow_what_computing_takes(cache: KvCache) -> None:
-    cache.prefill.add(1000, 0.0, 1.0)
-    assert cache.start_s(64, Match(0, 0, False, 0)) is None, "nothing is cheaper to start than anything else"
-    cache.close()
-
-
-def test_a_transfer_to_a_tier_that_holds_nothing_is_a_defect() -> None:
-    with pytest.raises(InvariantBroken, match="nowhere to move"):
-        NoMover().submit(Transfer("demote of request", ()))

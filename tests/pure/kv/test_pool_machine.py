@@ -1,4 +1,4 @@
-"""The pool against a naive model, in any order of calls; and faults that this must notice.
+"""The pool against a naive model, in any order of calls.
 
 The model keeps per slot the sets of those who hold and pin it, and predicts every slot that is handed out, so
 the orders of free and idle slots are checked as well: of the free, those that were used before come first,
@@ -7,11 +7,10 @@ the longest unused of them first, and those that never were come last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,11 +21,11 @@ from hypothesis.stateful import (
 )
 
 from penstock.config import EVICTIONS
-from penstock.errors import HandleEnded, IllegalTransition, PenstockError
-from penstock.kv.blocks.eviction import LruOrder, make_order
+from penstock.errors import HandleEnded, IllegalTransition
+from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
-from penstock.kv.blocks.pool import BlockPool, KeyIndex, LastUse
-from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState, as_run
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import SlotCounts, SlotState
 from tests.pure.kv.kv_fakes import FakeFence, FakeLane, Heard
 
 NUM_SLOTS = 6
@@ -345,153 +344,3 @@ def test_the_pool_is_right_whatever_its_policy_of_eviction(name):
 
 PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestPoolAgainstItsModel = PoolMachine.TestCase
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-def takes_free_slots_in_the_order_in_which_they_came_to_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = BlockPool.__init__
-
-    def faulty(self: BlockPool, *args, **named):
-        make(self, *args, **named)
-        # one queue: what is given back goes behind what never was used
-        self._free, self._fresh = self._fresh, self._free
-
-    monkeypatch.setattr(BlockPool, "__init__", faulty)
-
-
-def takes_slots_that_were_never_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = BlockPool.try_reserve
-
-    def faulty(self: BlockPool, num_slots, owner):
-        self._free.extendleft(reversed(self._fresh))
-        self._fresh.clear()
-        return reserve(self, num_slots, owner)
-
-    monkeypatch.setattr(BlockPool, "try_reserve", faulty)
-
-
-def takes_the_slot_that_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = BlockPool.try_reserve
-
-    def faulty(self: BlockPool, num_slots, owner):
-        self._free.reverse()
-        return reserve(self, num_slots, owner)
-
-    monkeypatch.setattr(BlockPool, "try_reserve", faulty)
-
-
-def forgets_to_count_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = SlotBook.move
-
-    def faulty(self: SlotBook, slots, event, new, owner):
-        move(self, slots, event, new, owner)
-        if event is SlotEvent.SHARE:
-            self.holds[slots] -= 1
-
-    monkeypatch.setattr(SlotBook, "move", faulty)
-
-
-def credits_a_released_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_back = BlockPool.take_back
-
-    def faulty(self: BlockPool, handle, fence):
-        free = len(self._free)
-        take_back(self, handle, fence)
-        if len(self._free) > free:
-            self._free.append(self._free[-1])
-
-    monkeypatch.setattr(BlockPool, "take_back", faulty)
-
-
-def publishes_a_duplicate_over_the_living(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: KeyIndex, slots, keys):
-        for slot, key in zip(slots, keys, strict=True):
-            self.slot_of[key] = slot
-            self.key_of[slot] = key
-        return list(range(len(slots)))
-
-    monkeypatch.setattr(KeyIndex, "add", faulty)
-
-
-def forgets_the_key_of_an_evicted_block_only_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: KeyIndex, slots):
-        keys = [self.key_of[slot] for slot in slots]
-        for slot in slots:
-            self.key_of[slot] = None
-        return keys
-
-    monkeypatch.setattr(KeyIndex, "forget", faulty)
-
-
-def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: LruOrder, num):
-        newest = list(self)[-num:]
-        self.remove(as_run(newest))
-        return newest
-
-    monkeypatch.setattr(LruOrder, "pop", faulty)
-
-
-def evicts_a_prefix_before_its_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = LruOrder.add
-    monkeypatch.setattr(LruOrder, "add", lambda self, slots: add(self, slots[::-1]))
-
-
-def leaves_a_pinned_block_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin = BlockPool.pin
-
-    def faulty(self: BlockPool, slots, owner):
-        was_idle = self.book.those_in(SlotState.IDLE, as_run(slots))
-        handle = pin(self, slots, owner)
-        self.idle.add(was_idle)
-        return handle
-
-    monkeypatch.setattr(BlockPool, "pin", faulty)
-
-
-def drops_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LastUse, "note", lambda self, slots, fence: None)
-
-
-def lets_a_handle_end_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: Handle, fence=None):
-        if not self.ended:
-            self._pool.take_back(self, fence)
-        self.ended = True
-
-    monkeypatch.setattr(Handle, "end", faulty)
-
-
-FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    takes_free_slots_in_the_order_in_which_they_came_to_be_free,
-    takes_slots_that_were_never_used_first,
-    takes_the_slot_that_was_used_last,
-    forgets_to_count_a_share,
-    credits_a_released_slot_twice,
-    publishes_a_duplicate_over_the_living,
-    forgets_the_key_of_an_evicted_block_only_halfway,
-    evicts_the_newest,
-    evicts_a_prefix_before_its_continuation,
-    leaves_a_pinned_block_evictable,
-    drops_the_fence,
-    lets_a_handle_end_twice,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_model_notices_a_pool_that(fault, monkeypatch):
-    fault(monkeypatch)
-    quick = settings(
-        max_examples=200,
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, PenstockError, KeyError, pytest.fail.Exception)):
-        run_state_machine_as_test(PoolMachine, settings=quick)

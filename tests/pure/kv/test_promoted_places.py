@@ -81,23 +81,9 @@ def a_tail_that_was_saved_half_full(sequencer: Sequencer) -> None:
     world.close()
 
 
-def nobody_waits_for_a_load_that_is_late(sequencer: Sequencer) -> None:
-    world = WatchedWorld(sequencer)
-    world.bring_to_host("a", 2)
-    keys = world.prefix("a", 2).keys
-    table, load = world.promote("a", 2)
-    table.release(world.compute.record())  # whoever asked for it is gone
-    assert world.cache.match(keys).pending
-    load.deadline_s = 0.0
-    assert not world.cache.match(keys).pending
-    world.settle(load)
-    world.close()
-
-
 PROGRAMS = (
     behind_a_prefix_on_the_device,
     a_tail_that_was_saved_half_full,
-    nobody_waits_for_a_load_that_is_late,
 )
 
 

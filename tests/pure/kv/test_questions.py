@@ -71,15 +71,6 @@ def test_equal_ones_share_an_answer_and_are_done_while_one_of_them_waits(busy: B
     assert busy.done == ["a"]
 
 
-def test_what_a_question_raises_is_the_answer_and_the_next_is_answered(busy: Busy) -> None:
-    failing: Future[None] = busy.questions.begin(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    after = busy.ask("after")
-    busy.go_on.set()
-    with pytest.raises(ZeroDivisionError):
-        failing.result(60.0)
-    assert after.result(60.0) == "after"
-
-
 def test_those_that_wait_are_told_when_it_closes(busy: Busy) -> None:
     asked = [busy.ask("a"), busy.ask("b")]
     with pytest.raises(DeadlineExceeded):
@@ -134,3 +125,12 @@ def test_a_cancel_ends_what_is_awaited_and_is_seen_by_the_steps(begun: bool) -> 
     if begun:
         awaited.set_result(1)
     assert seen == ["cancelled"] and run.cancelled()
+
+
+def test_what_a_question_raises_is_the_answer_and_the_next_is_answered(busy: Busy) -> None:
+    failing: Future[None] = busy.questions.begin(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    after = busy.ask("after")
+    busy.go_on.set()
+    with pytest.raises(ZeroDivisionError):
+        failing.result(60.0)
+    assert after.result(60.0) == "after"

@@ -1,11 +1,11 @@
 """Blocks on their way to the host: what is in flight, what becomes visible when, what is given back on every
-path; and faults that turn these tests red."""
+path."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.errors import InvariantBroken
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.saves import Save
@@ -53,20 +53,6 @@ def test_blocks_that_are_saved_by_their_keys_are_read_behind_all_that_was_launch
     rig.close()
 
 
-def test_blocks_that_are_saved_by_their_keys_are_read_behind_whoever_used_them_last() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:2])
-    hold.end(rig.step())
-    rig.saves.save(KEYS[:2], None)
-    assert rig.lane("launch save").step()
-    assert not rig.lane("save").step()
-    rig.land()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and -1 not in rig.pool.find_each(KEYS[:2]), (
-        "the device has them still"
-    )
-    rig.close()
-
-
 def offered(save: Transfer) -> list[bytes]:
     assert isinstance(save, Save)
     return sorted(key for offer in save.offers for key in offer.keys)
@@ -88,90 +74,6 @@ def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> 
     assert not rig.saves.mover.flying
     on_its_way.end()
     alone.end()
-    rig.close()
-
-
-def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pins_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(saves, "_MOVE_BLOCKS", 3)
-    rig = Rig()
-    hold = rig.computed(KEYS[:7])
-    rig.saves.save(KEYS[:7], None)
-    assert [len(offered(save)) for save in rig.saves.mover.flying] == [3, 3, 1]
-    rig.land()
-    assert rig.in_host(KEYS[:7]) == KEYS[:7]
-    hold.end()
-    other = rig.hold(1)
-    other.end()
-    again = Rig()
-    hold = again.computed(KEYS[:4])
-    again.lane("launch save").close()
-    with pytest.raises(LaneClosed):
-        again.saves.save(KEYS[:4], None)
-    assert again.pool.counts.pinned == 0
-    hold.end()
-    rig.close()
-
-
-def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_is_no_host_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:2])
-    with monkeypatch.context() as patch:
-        patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
-        rig.saves.save(KEYS[:2], None)
-    assert not rig.saves.mover.flying and rig.pool.counts.pinned == 0
-    hold.end()
-    rig.close()
-    bare = Rig(num_host=0)
-    hold = bare.computed(KEYS[:2])
-    bare.saves.save(KEYS[:2], None)
-    assert not bare.saves.mover.flying
-    hold.end()
-    bare.close()
-
-
-def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_waits_for_it_or_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:3])
-    rig.saves.offer(hold, 0, KEYS[:1], None, due=True)
-    rig.saves.offer(hold, 1, KEYS[1:3], None)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
-        rig.saves.submit()
-    assert not rig.saves.mover.flying and not rig.saves.pins() and rig.saves.num_late == 3
-    hold.end()
-    assert rig.pool.counts.idle == 3 and rig.pool.counts.pinned == 0
-    rig.close()
-
-
-# Holds invariant 1: the copy waits for the fence of the step.
-def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:1])
-    rig.saves.offer(hold, 0, KEYS[:1], rig.step())
-    rig.saves.submit()
-    assert rig.lane("launch save").step()
-    assert not rig.lane("save").step(), "the copy waits on its lane"
-    assert rig.compute.step() and rig.lane("save").step()
-    rig.land()
-    hold.end()
-    rig.close()
-
-
-def test_the_blocks_of_an_ended_table_stay_until_they_have_been_read() -> None:
-    rig = Rig(num_device=2)
-    hold = rig.computed(KEYS[:2])
-    rig.saves.offer(hold, 0, KEYS[:2], None)
-    rig.saves.submit()
-    hold.end()
-    assert rig.pool.counts.pinned == 2 and rig.pool.try_reserve(1, "other") is None
-    rig.land()
-    assert rig.pool.counts.idle == 2 and rig.in_host(KEYS[:2]) == KEYS[:2]
     rig.close()
 
 
@@ -265,26 +167,6 @@ def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(
 # ----------------------------------------------------------------------------------------------------- settle
 
 
-def test_transfers_settle_in_the_order_of_their_submission() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:3])
-    saves: list[Transfer] = []
-    for block in range(3):
-        rig.saves.offer(hold, block, [KEYS[block]], None)
-        newest = rig.saves.submit()
-        assert newest is not None
-        saves.append(newest)
-    order: list[list[bool]] = []
-    while rig.cache.num_in_flight:
-        assert rig.lane("launch save").step() or rig.lane("save").step()
-        rig.settle()
-        order.append([save.settled for save in saves])
-    assert order == sorted(order) and [True, False, False] in order and [True, True, False] in order
-    assert rig.saves.submit() is None
-    hold.end()
-    rig.close()
-
-
 def test_metrics_that_read_zero() -> None:
     rig = Rig()
     rig.save(KEYS[:2]).end()
@@ -328,61 +210,6 @@ def fails_on_the_launcher() -> None:
     rig.close()
 
 
-def test_a_defect_of_ours_on_the_launcher_is_not_taken_for_a_failure_of_the_tier(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:1])
-    monkeypatch.setattr(
-        HostTier, "take", lambda *_: (_ for _ in ()).throw(InvariantBroken("books do not add up"))
-    )
-    rig.saves.offer(hold, 0, KEYS[:1], None)
-    rig.saves.submit()
-    rig.lanes.run_all()
-    with pytest.raises(InvariantBroken, match="add up"):
-        rig.settle()
-
-
-def test_whoever_waits_is_woken_when_a_transfer_is_launched() -> None:
-    rig = Rig()
-    woken: list[int] = []
-    rig.cache.call_when_launched(lambda: woken.append(rig.cache.num_in_flight))
-    rig.save(KEYS[:1]).end()
-    lease, hold = leased(rig, KEYS[:1]), rig.hold(1)
-    rig.promote(hold, lease, 1)
-    rig.land()
-    assert woken == [1, 1]
-    hold.end()
-    rig.close()
-
-
-# ---------------------------------------------------------------------------------------------- submit errors
-
-
-def test_a_demotion_that_cannot_be_submitted_lets_its_blocks_go() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:2])
-    rig.saves.offer(hold, 0, KEYS[:2], None)
-    rig.lane("launch save").refuses = LaneClosed("the launcher is closed")
-    with pytest.raises(LaneClosed):
-        rig.saves.submit()
-    assert rig.cache.num_in_flight == 0
-    hold.end()
-    assert rig.pool.counts.idle == 2, "nothing is pinned"
-    rig.close()
-
-
-def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:1], num_more=1)
-    rig.lane("launch save").refuses = LaneClosed("the launcher is closed")
-    with pytest.raises(LaneClosed):
-        rig.saves.retract(hold, 2, KEYS[:1], 6, None)
-    hold.end()
-    assert rig.pool.counts.pinned == 0 and len(rig.host.leases) == 0
-    rig.close()
-
-
 # ------------------------------------------------------------------------------------------------------ drain
 
 
@@ -399,41 +226,6 @@ def test_flush_between_submit_and_launch() -> None:
     assert rig.in_host(KEYS[:2]) == KEYS[:2]
     hold.end()
     rig.close()
-
-
-def test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them() -> None:
-    rig = Rig()
-    first, second = rig.computed(KEYS[:1], "first"), rig.computed(KEYS[1:2], "second")
-    for hold, keys in ((first, KEYS[:1]), (second, KEYS[1:2])):
-        rig.saves.offer(hold, 0, keys, rig.step() if hold is second else None)
-        rig.saves.submit()
-    compute = rig.compute.step
-    rig.compute.step = lambda: False  # type: ignore[method-assign]
-    rig.cache.drain(10.0, first.slots)
-    rig.settle()
-    assert rig.in_host(KEYS[:2]) == [KEYS[0], None] and rig.cache.num_in_flight == 1
-    with pytest.raises(DeadlineExceeded):
-        rig.cache.drain(0.0, second.slots)
-    rig.compute.step = compute  # type: ignore[method-assign]
-    rig.land()
-    for hold in (first, second):
-        hold.end()
-    rig.close()
-
-
-def test_a_drain_that_cannot_end_says_so_and_gives_nothing_back() -> None:
-    rig = Rig()
-    hold = rig.computed(KEYS[:1])
-    rig.saves.offer(hold, 0, KEYS[:1], rig.step())
-    rig.saves.submit()
-    hold.end()
-    rig.compute.step = lambda: False  # type: ignore[method-assign]
-    with pytest.raises(DeadlineExceeded):
-        rig.cache.drain(0.0)
-    rig.settle()
-    assert (
-        rig.pool.counts.pinned == 1 and rig.host.pool.counts.reserved == 1 and rig.in_host(KEYS[:1]) == [None]
-    )
 
 
 # ----------------------------------------------------------------------------------------- launches that fail

@@ -152,32 +152,6 @@ def names(machine: Machine, salt: str = "") -> list[str]:
 # ---------------------------------------------------------------------------------------------- one at a time
 
 
-def test_one_that_is_also_in_a_shared_store_is_listed_once_and_by_age(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-    here.take("first")
-    clock.advance(1.0)
-    there.take("second")
-    clock.advance(1.0)
-    here.take("third")
-    assert names(here) == names(there) == ["first", "second", "third"]
-    assert [one.pinned for one in here.registry.all("").snapshots] == [True, False, True]
-    assert {one.tiers for one in here.registry.all("").snapshots} == {("ssd", "remote"), ("remote",)}
-    assert names(here, "b") == []
-
-
-@pytest.mark.parametrize("ttl_s", [None, 50.0])
-def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
-    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
-) -> None:
-    here, _ = machines
-    id = snapshot_id(tenant_of(""), "talk")
-    here.take("talk", ttl_s=ttl_s)
-    assert here.told == [("remote", id, ttl_s), ("ssd", id, ttl_s)]
-    assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
-
-
 def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]) -> None:
     """Also while it is being saved, and nobody else knows of it."""
     here, _ = machines
@@ -192,28 +166,6 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
 
     take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, again)
     assert seen == [SnapshotTaken] and here.find("talk").num_blocks == 10 and here.num_pinned == 10
-
-
-class Stop(BaseException):
-    """No ordinary error: somebody has pressed Ctrl-C."""
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("no"), StoreFailed("no"), Stop()], ids=lambda error: type(error).__name__
-)
-def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_manifest(
-    machines: tuple[Machine, Machine], error: BaseException
-) -> None:
-    here, there = machines
-
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
-    assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
-    here.take("talk")
-    assert here.registry.figures().taken == 1
 
 
 # Holds invariant 20: a snapshot that is being taken can be cancelled in every state.
@@ -366,33 +318,6 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
 
 
 @pytest.mark.parametrize("call", ["manifests", "read_manifest"])
-def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewhere(
-    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    here, there = machines
-    here.take("own")
-    there.take("shared")
-    inner = getattr(MemoryStore, call)
-
-    def failing(store: MemoryStore, *asked: str) -> Any:
-        if store.name == "ssd":
-            raise StoreFailed("the disk is away")
-        return inner(store, *asked)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, call, failing)
-        here.restart()
-    figures = here.registry.figures()
-    assert (figures.known, figures.damaged, figures.pinned_blocks) == (0, int(call == "read_manifest"), 0)
-    assert here.find("shared").tiers == ("remote",)
-    here.take("new")
-    assert here.num_pinned == 10 and "new" in names(here)
-    here.heal()
-    here.restart()
-    assert sorted(names(here)) == ["new", "own", "shared"] and here.registry.figures().damaged == 0
-
-
-@pytest.mark.parametrize("call", ["manifests", "read_manifest"])
 def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -428,49 +353,6 @@ def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     assert (figures.known, figures.damaged) == (2, 0)
     with pytest.raises(SnapshotTaken):
         here.take("one")
-
-
-def test_one_that_the_disk_never_gives_out_can_be_deleted(
-    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, _ = machines
-    here.take("one", ttl_s=5.0)
-    here.shared.clear()
-    inner = MemoryStore.read_manifest
-
-    def failing(store: MemoryStore, id: str) -> Any:
-        if store.name == "ssd":
-            raise StoreFailed("it cannot be read")
-        return inner(store, id)
-
-    monkeypatch.setattr(MemoryStore, "read_manifest", failing)
-    here.restart()
-    with pytest.raises(StoreFailed, match="it cannot be read"):
-        here.find("one")
-    here.heal()
-    with pytest.raises(SnapshotMissing):
-        here.registry.delete("two", "")
-    monkeypatch.setattr(here.rig.tiers["ssd"].calls.breaker, "fail", lambda entered: False)
-    here.registry.delete("one", "")
-    assert not here.on_disk and here.registry.figures().damaged == 0
-
-
-@pytest.mark.parametrize("tier", ["ssd", "remote"])
-def test_who_deletes_one_is_told_where_a_store_does_not_answer_and_can_do_it_later(
-    machines: tuple[Machine, Machine], tier: str
-) -> None:
-    """It would be there again: when the store answers, or after a restart."""
-    here, _ = machines
-    here.take("talk")
-    here.rig.stores[tier].die()
-    with pytest.raises(StoreFailed):
-        here.registry.delete("talk", "")
-    here.heal()
-    assert names(here) == ["talk"] and here.num_pinned == 10 and here.registry.figures().deleted == 0
-    here.registry.delete("talk", "")
-    assert (
-        not here.on_disk and not here.shared and here.num_pinned == 0 and here.registry.figures().deleted == 1
-    )
 
 
 def test_time_that_passed_between_two_lives_counts(
@@ -512,33 +394,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_pinned(
     assert names(here) == [] and here.num_pinned == 0 and not here.told
 
 
-def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
-    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long a store takes to let it go: what is asked in each turn would gather."""
-    here, _ = machines
-    here.take("talk", ttl_s=5.0)
-    asked: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(here.registry._questions, "run", lambda work: asked.append(work.__name__))
-        here.registry.step()
-        assert not asked
-        clock.advance(5.0)
-        for _ in range(3):
-            here.registry.step()
-    assert asked == ["expire"]
-
-
-def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
-    here, _ = machines
-    assert here.take("talk").kept_tokens == 10 * BLOCK
-    prefix = here.rig.cache.prefix_of(TALK)
-    assert prefix is not None
-    for store in here.rig.stores.values():
-        store.lose(*prefix.keys[6:])
-    assert here.find("talk").kept_tokens == 6 * BLOCK
-
-
 def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_keep_their_names(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,23 +413,6 @@ def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_kee
     ]
     with pytest.raises(SnapshotTaken):
         here.take("second", TALK)
-
-
-def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(
-    machines: tuple[Machine, Machine], clock: HandClock
-) -> None:
-    here, there = machines
-
-    def fail() -> None:
-        clock.advance(1.0)
-        there.take("talk")
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
-    assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
-    here.registry.delete("talk", "")
-    assert not here.shared, "who deletes it by its name deletes it"
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -640,23 +478,6 @@ def test_one_whose_time_is_over_is_removed_only_while_it_is_there(
     store.on_call = look
     here.step()
     assert names(here) == names(there) == ["talk"] and here.find("talk").num_blocks == 2
-
-
-def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
-    machines: tuple[Machine, Machine],
-) -> None:
-    """An earlier process has left it, and the disk did not say so when it was asked."""
-    here, _ = machines
-    id = snapshot_id(tenant_of(""), "talk")
-
-    def fail() -> None:
-        here.on_disk[id] = b"of an earlier process"
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
-    assert names(here) == [] and here.on_disk == {id: b"of an earlier process"}
-    here.on_disk.clear()
 
 
 def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, Machine]) -> None:
@@ -803,3 +624,24 @@ def test_in_any_order_names_pins_and_manifests_are_those_of_the_model(seed: int)
         walk.check()
     for machine in walk.machines:
         machine.close()
+
+
+@pytest.mark.parametrize("ttl_s", [None, 50.0])
+def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
+    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
+) -> None:
+    here, _ = machines
+    id = snapshot_id(tenant_of(""), "talk")
+    here.take("talk", ttl_s=ttl_s)
+    assert here.told == [("remote", id, ttl_s), ("ssd", id, ttl_s)]
+    assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
+
+
+def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
+    here, _ = machines
+    assert here.take("talk").kept_tokens == 10 * BLOCK
+    prefix = here.rig.cache.prefix_of(TALK)
+    assert prefix is not None
+    for store in here.rig.stores.values():
+        store.lose(*prefix.keys[6:])
+    assert here.find("talk").kept_tokens == 6 * BLOCK

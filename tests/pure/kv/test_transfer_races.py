@@ -12,7 +12,7 @@ import pytest
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.blocks.key import Scope
-from penstock.kv.blocks.pool import BlockPool, LastUse
+from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.table import BlockTable
@@ -268,16 +268,6 @@ def no_fence_of_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def no_fence_of_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = BlockTable.release
-    monkeypatch.setattr(BlockTable, "release", lambda self, fence: release(self, None))
-
-
-def no_wait_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = BlockLoad.__init__
-    monkeypatch.setattr(BlockLoad, "__init__", lambda self, *args: init(self, *args[:4], (), *args[5:]))
-
-
 def pins_that_end_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Save.__init__
 
@@ -290,25 +280,9 @@ def pins_that_end_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Save, "__init__", unpinned)
 
 
-def no_wait_for_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
-
-
 def waits_for_the_first_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Arriving.wait_on
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: whole(self, lane, min(end, 1)))
-
-
-def arrivals_marked_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fence recorded too early: the one of the group before."""
-    launched = Transfer.launched
-
-    def early(self: Transfer, end: Fence | None, arrivals: Sequence[object]) -> None:
-        fences = [arrival.fence for arrival in arrivals]  # type: ignore[attr-defined]
-        shifted = [arrival._replace(fence=fences[max(i - 1, 0)]) for i, arrival in enumerate(arrivals)]  # type: ignore[attr-defined]
-        launched(self, end, shifted)
-
-    monkeypatch.setattr(Transfer, "launched", early)
 
 
 def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +295,6 @@ def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def a_move_that_knows_no_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LastUse, "after", lambda self, slots: ())
-
-
 def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     move = Saves._save_slots
 
@@ -334,42 +304,37 @@ def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) ->
         for pin in transfer.pins:
             pin.end()
         assert isinstance(transfer, Save)
-        transfer.pins, transfer.moves, self._num_moving = [], False, 0
+        transfer.pins, transfer.moves = [], False
 
     monkeypatch.setattr(Saves, "_save_slots", faulty)
 
 
-PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {
-    demote_while_the_producer_runs: [no_fence_of_the_producer],
-    promote_into_slots_that_a_step_still_reads: [no_fence_of_the_last_use, no_wait_before_writing],
-    reuse_slots_while_they_are_demoted: [pins_that_end_at_submit],
-    read_what_is_being_promoted: [
-        no_wait_for_arrivals,
-        waits_for_the_first_group_only,
-        arrivals_marked_before_the_copy,
-    ],
-    replay_what_is_being_promoted: [no_wait_for_arrivals, waits_for_the_first_group_only],
-    flush_between_submit_and_launch: [a_drain_that_sees_only_what_is_launched],
-    move_what_a_step_still_writes: [
-        a_move_that_knows_no_last_use,
-        no_fence_of_the_last_use,
-        a_move_that_gives_its_slots_back_at_once,
-    ],
+PROGRAMS: tuple[Program, ...] = (
+    demote_while_the_producer_runs,
+    promote_into_slots_that_a_step_still_reads,
+    reuse_slots_while_they_are_demoted,
+    read_what_is_being_promoted,
+    replay_what_is_being_promoted,
+    flush_between_submit_and_launch,
+    move_what_a_step_still_writes,
+)
+FAULTS: dict[Program, Callable[[pytest.MonkeyPatch], None]] = {
+    demote_while_the_producer_runs: no_fence_of_the_producer,
+    reuse_slots_while_they_are_demoted: pins_that_end_at_submit,
+    read_what_is_being_promoted: waits_for_the_first_group_only,
+    flush_between_submit_and_launch: a_drain_that_sees_only_what_is_launched,
+    move_what_a_step_still_writes: a_move_that_gives_its_slots_back_at_once,
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_no_interleaving_shows_the_race(program: Program) -> None:
-    num_runs, failure = explore(program, max_preemptions=2, max_runs=600)
+    num_runs, failure = explore(program, max_preemptions=2, max_runs=400)
     assert failure is None, str(failure)
     assert num_runs > 50
 
 
-@pytest.mark.parametrize(
-    ("program", "fault"),
-    [(program, fault) for program, faults in PROGRAMS.items() for fault in faults],
-    ids=lambda value: value.__name__,
-)
+@pytest.mark.parametrize(("program", "fault"), FAULTS.items(), ids=lambda value: value.__name__)
 def test_without_the_edge_some_interleaving_shows_it(
     program: Program, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import traceback
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -22,12 +21,6 @@ def test_a_plain_address() -> None:
     assert parse_address("valkey://store.example:7000/3?ttl=60", {}) == ValkeyAddress(
         (Node("store.example", 7000),), db=3, ttl_s=60
     )
-
-
-def test_what_is_left_out_has_a_default() -> None:
-    assert parse_address("valkey://store", {}) == ValkeyAddress((Node("store", 6379),))
-    assert parse_address("valkey://[::1]", {}).nodes == (Node("::1", 6379),)
-    assert parse_address("valkey://[fe80::1]:7000", {}).nodes == (Node("fe80::1", 7000),)
 
 
 def test_a_cluster_may_name_several_nodes() -> None:
@@ -114,12 +107,6 @@ def test_a_bad_url_is_refused_without_being_repeated(case: str) -> None:
     assert SECRET not in "".join(traceback.format_exception(refused.value, chain=True))
 
 
-def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ca.pem").write_text("not a certificate")
-    with pytest.raises(ConfigError, match="TLS"):
-        parse_address(f"valkeys://host?ca={tmp_path}/ca.pem", {})
-
-
 @given(st.text(max_size=60))
 @example("")
 @example("host:65536")
@@ -133,8 +120,3 @@ def test_any_text_is_understood_or_refused_as_a_mistake(text: str) -> None:
         except ConfigError:
             continue
         assert address.nodes and all(node.host and 0 < node.port < 65536 for node in address.nodes)
-
-
-def test_marks_that_are_escaped_in_user_and_password_are_not_when_they_are_sent() -> None:
-    address = parse_address("valkey://team%3Aa%40b:pass%2Fword%23@host", {})
-    assert (address.user, address.password) == ("team:a@b", "pass/word#")

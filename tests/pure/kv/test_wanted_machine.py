@@ -1,5 +1,5 @@
 """What is wanted is forgotten last, over every policy: against a model in lists and sets, in any order of
-legal calls; and faults that this must notice."""
+legal calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from penstock.config import EVICTIONS
-from penstock.errors import PenstockError
 from penstock.kv.blocks.eviction import PoolWant, WantedLast, make_order
 from penstock.kv.blocks.slots import as_run
 from tests.pure.kv.eviction_models import MODELS
@@ -191,75 +189,3 @@ def test_what_is_wanted_goes_last_over(name: str) -> None:
     run_state_machine_as_test(
         machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
-
-
-# ----------------------------------------------------------------------------------------------------- faults
-
-
-def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: WantedLast, num: int) -> None:
-        while len(self.others) < num and self._num_aside:
-            self.end(min(self.wants, key=lambda want: want.rank))
-
-    monkeypatch.setattr(WantedLast, "expose", faulty)
-
-
-def drops_whoever_wants_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: WantedLast, num: int) -> None:
-        while len(self.others) < num and self.wants:
-            self.end(max(self.wants, key=lambda want: want.rank))
-
-    monkeypatch.setattr(WantedLast, "expose", faulty)
-
-
-def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = WantedLast.end
-
-    def faulty(self: WantedLast, want: PoolWant) -> None:
-        if want in self.wants:
-            self._num_wants[want.slots] = np.minimum(self._num_wants[want.slots], 1)
-        end(self, want)
-
-    monkeypatch.setattr(WantedLast, "end", faulty)
-
-
-def forgets_who_wants_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WantedLast, "add", lambda self, slots: self.others.add(slots))
-
-
-def keeps_a_want_of_a_block_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WantedLast, "lost", lambda self, slots: None)
-
-
-def lets_go_of_the_first_block_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = WantedLast.want
-    monkeypatch.setattr(
-        WantedLast, "want", lambda self, slots, idle, rank: want(self, slots[::-1], idle, rank)
-    )
-
-
-FAULTS = [
-    drops_the_least_rank,
-    drops_whoever_wants_what_is_in_use,
-    ends_for_two_what_one_has_ended,
-    forgets_who_wants_what_comes_back,
-    keeps_a_want_of_a_block_that_has_gone,
-    lets_go_of_the_first_block_first,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_model_notices_that_it(fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    quick = settings(
-        max_examples=300,
-        stateful_step_count=60,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, KeyError, ValueError, PenstockError)):
-        run_state_machine_as_test(machine_of("lru"), settings=quick)

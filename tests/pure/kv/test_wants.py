@@ -22,62 +22,6 @@ def put(pool: BlockPool, keys: tuple[bytes, ...], depth: int = 0) -> list[int]:
     return slots
 
 
-def test_what_is_wanted_is_evicted_after_all_others_and_then_by_rank() -> None:
-    pool = BlockPool(6, "device")
-    put(pool, KEYS[:2])
-    put(pool, KEYS[10:12])
-    put(pool, KEYS[20:22])
-    late, soon = pool.want(pool.find(KEYS[:2]), 2.0), pool.want(pool.find(KEYS[10:12]), 1.0)
-    assert (pool.num_unwanted, pool.num_available) == (2, 6)
-    assert pool.evict(2) == 2 and pool.find_each(KEYS[20:22]) == [-1, -1]
-    assert pool.evict(1) == 1 and len(pool.find(KEYS[:2])) == 1, "the deepest of the one that comes last"
-    assert not late.protects and soon.protects and late.gone.tolist() == [False, True]
-    assert pool.evict(6) == 3 and soon.gone.all()
-    for want in (late, soon, soon):
-        want.end()
-    assert pool.num_unwanted == 6
-    pool.check()
-    pool.close()
-
-
-def test_a_want_of_blocks_in_use_is_not_dropped_for_what_it_cannot_give() -> None:
-    pool = BlockPool(4, "device")
-    slots = put(pool, KEYS[:2])
-    hold = pool.hold("runs", slots)
-    want = pool.want(pool.find(KEYS[:2]), 9.0)
-    put(pool, KEYS[10:12])
-    assert pool.evict(4) == 2 and want.protects
-    hold.end()
-    assert (pool.num_unwanted, pool.num_available) == (2, 4)
-    want.end()
-
-
-def test_a_block_that_two_want_is_wanted_until_both_have_ended() -> None:
-    pool = BlockPool(4, "device")
-    put(pool, KEYS[:2])
-    put(pool, KEYS[10:12])
-    for first_ends in (True, False):
-        wants = [pool.want(pool.find(KEYS[:2]), 1.0), pool.want(pool.find(KEYS[:2]), 2.0)]
-        wants.pop(0 if first_ends else 1).end()
-        assert (
-            pool.num_unwanted == 2 and pool.coldest(2, drops_wants=True) == pool.find_each(KEYS[10:12])[::-1]
-        )
-        wants.pop().end()
-        assert pool.num_unwanted == 4
-
-
-def test_nobody_wants_what_comes_into_a_slot_next() -> None:
-    pool = BlockPool(2, "device")
-    slots = put(pool, KEYS[:2])
-    want = pool.want(pool.find(KEYS[:2]), 1.0)
-    pool.evict_these(slots, 2)
-    assert sorted(put(pool, KEYS[10:12])) == sorted(slots)
-    assert pool.num_unwanted == 2 and want.gone.all()
-    want.end()
-    assert pool.num_unwanted == 2 and pool.evict(2) == 2
-    pool.check()
-
-
 def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
     pool = BlockPool(5, "device")
     rests, wanted, held, pinned = (put(pool, KEYS[i : i + 1]) for i in (0, 10, 20, 30))
@@ -95,36 +39,6 @@ def test_only_what_is_idle_is_evicted_by_name_wanted_or_not() -> None:
     pool.check()
 
 
-def test_wanted_or_not_the_last_idle_ones_are_forgotten_and_no_more() -> None:
-    pool = BlockPool(5, "device")
-    slots = put(pool, KEYS[:4])
-    want, pin = pool.want(pool.find(KEYS[:4]), 1.0), pool.pin(slots[3:], "transfer")
-    assert pool.evict_these(slots, 0) == 0 and pool.evict_these(slots, -1) == 0
-    assert pool.evict_these(slots, 2) == 2
-    assert pool.find_each(KEYS[:4]) == [slots[0], -1, -1, slots[3]], "what a transfer uses stays"
-    assert want.gone.tolist() == [False, True, True, False]
-    pin.end()
-    assert pool.evict_these(slots, 9) == 2
-    want.end()
-    pool.check()
-
-
-def test_the_coldest_are_those_that_would_be_evicted() -> None:
-    pool = BlockPool(6, "device")
-    first, second, third = (put(pool, KEYS[i : i + 2]) for i in (0, 10, 20))
-    wants = [pool.want(pool.find(KEYS[:2]), 1.0), pool.want(pool.find(KEYS[10:12]), 2.0)]
-    assert pool.coldest(2, drops_wants=True) == third[::-1] and all(want.protects for want in wants)
-    assert pool.coldest(3, drops_wants=True) == [*third[::-1], second[1]] and [
-        want.protects for want in wants
-    ] == [
-        True,
-        False,
-    ]
-    assert sorted(pool.coldest(6, drops_wants=True)) == sorted(first + second + third)
-    for want in wants:
-        want.end()
-
-
 def test_a_want_is_kept_where_nothing_has_changed_and_made_anew_where_something_has() -> None:
     pool = BlockPool(8, "device")
     put(pool, KEYS[:3])
@@ -139,22 +53,6 @@ def test_a_want_is_kept_where_nothing_has_changed_and_made_anew_where_something_
     assert again.protects and pool.num_unwanted == 4
     again.end()
     assert pool.num_unwanted == 8
-
-
-def test_a_block_that_came_back_to_another_place_is_wanted_there() -> None:
-    pool = BlockPool(8, "device")
-    slots = put(pool, KEYS[:3])
-    want = pool.want(pool.find(KEYS[:3]), 1.0)
-    pool.evict_these(slots, 1)
-    other = put(pool, KEYS[100:101])
-    hold = pool.hold("runs", other)
-    back = put(pool, KEYS[2:3], depth=2)
-    want = pool.want(pool.find(KEYS[:3], want), 1.0, want)
-    assert want.slots.tolist() == [*slots[:2], *back] and want.protects
-    assert pool.evict(8) == 3 and want.gone.all()
-    hold.end()
-    want.end()
-    pool.check()
 
 
 def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,23 +77,3 @@ def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch
     again = pool.want(pool.find(asked, want), 1.0, want)
     assert again.slots.tolist() == mine
     again.end()
-
-
-def test_an_own_answer_serves_where_the_index_has_forgotten_it() -> None:
-    pool = BlockPool(8, "device")
-    put(pool, KEYS[:4])
-    asked = KEYS[:6]
-    want = pool.want(pool.find(asked), 1.0)
-    for i in range(600):
-        pool.find((KEYS[i % 100 + 20],))
-    looked_up: list[int] = []
-    slot_of = pool.index.slot_of
-
-    class Counting(dict):  # type: ignore[type-arg]
-        def __getitem__(self, key: bytes) -> int:
-            looked_up.append(1)
-            return super().__getitem__(key)
-
-    pool.index.slot_of = Counting(slot_of)
-    assert len(pool.find(asked, want)) == 4 and looked_up == []
-    want.end()

@@ -16,7 +16,7 @@ import pytest
 
 import penstock
 from penstock.contract import Access
-from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
+from penstock.errors import InvariantBroken, LaneClosed
 from penstock.lanes import cpu as module
 from penstock.lanes.cpu import CpuLane, CpuTicket
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -164,16 +164,6 @@ lane.submit(work, label="work")
         )
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
-    def test_an_exception_of_any_kind_leaves_the_thread_alive(self, rig: CpuRig) -> None:
-        def leave() -> None:
-            raise SystemExit(3)
-
-        lane, cell = rig.lane("a"), rig.cell()
-        ticket = lane.submit(leave, label="leave")
-        lane.submit(rig.push(cell, 1), label="push").wait_done(rig.patience_s)
-        with pytest.raises(SystemExit):
-            ticket.wait_done(rig.patience_s)
-
     def test_work_that_counts_as_over_has_its_error_already(self, rig: CpuRig) -> None:
         """Whoever polls looks at the number without the lock, and asks for the error behind that."""
         tickets: list[Ticket] = []
@@ -226,19 +216,6 @@ lane.submit(work, label="work")
         for one in (lane, other):
             one.close(10.0)
 
-    def test_a_lane_whose_thread_cannot_be_left_in_order_has_run_everything_and_ends(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        @contextmanager
-        def spoils() -> Iterator[None]:
-            yield
-            raise RuntimeError("no way out")
-
-        lane, cell = CpuLane("a", around=spoils), [0]
-        lane.submit(lambda: cell.append(1), label="push").wait_done(10.0)
-        lane.close(10.0)
-        assert cell == [0, 1] and "no way out" in caplog.text
-
     def test_what_comes_behind_a_wait_that_failed_does_not_run(self, rig: CpuRig) -> None:
         class Lost:
             lane, number = "elsewhere", 1
@@ -257,20 +234,6 @@ lane.submit(work, label="work")
                 lane.submit(rig.push(cell, number), label="behind").wait_done(rig.patience_s)
         lane.drain(rig.patience_s)
         assert cell == [1]
-
-    def test_a_ticket_that_cannot_say_how_it_ended_fails_what_comes_after_it(self, rig: CpuRig) -> None:
-        class Mute(CpuTicket):
-            __slots__ = ()
-
-            def error(self) -> BaseException | None:
-                raise RuntimeError("the device is gone")
-
-        lane, cell = rig.lane("a"), rig.cell()
-        ticket = lane.submit(rig.push(cell, 1), label="after", after=Mute(CpuLane("b"), 0, "mute"))
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            ticket.wait_done(rig.patience_s)
-        lane.submit(rig.push(cell, 2), label="next").wait_done(rig.patience_s)
-        assert cell == [2]
 
     def test_an_observer_that_refuses_work_leaves_the_lane_as_it_was(self, rig: CpuRig) -> None:
         class Strict(Heard):
@@ -352,21 +315,6 @@ lane.submit(work, label="work")
         assert sorted(map(id, ran)) == sorted(map(id, taken)), "what has a ticket has run, once"
         lane.close(rig.patience_s)
 
-    def test_several_threads_that_wait_for_the_last_item_all_come_back(self, rig: CpuRig) -> None:
-        """Without a deadline, which would end a wait that nobody has told of it."""
-        lane = rig.lane("a")
-        release = rig.hold(lane)
-        last = lane.record()
-        threads = [threading.Thread(target=last.wait_passed, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        while len(lane._over._waiters) < len(threads):  # type: ignore[attr-defined]
-            threading.Event().wait(0.0005)
-        release()
-        for thread in threads:
-            thread.join(rig.patience_s)
-        assert not any(thread.is_alive() for thread in threads)
-
 
 class Timed(Heard):
     """Keeps the seconds as well."""
@@ -398,21 +346,6 @@ def test_a_wait_is_told_with_its_length(rig: CpuRig, monkeypatch: pytest.MonkeyP
     {"fence": fence.wait_passed, "ticket": ticket.wait_done, "drain": lane.drain}[how](30.0)
     assert heard.seconds == [2.5] and heard.of("host_waited") == [("host_waited", "a", 1)]
     assert fence.passed() and heard.seconds == [2.5, 0.0], "a look takes no time"
-
-
-def test_lanes_that_hang_when_the_process_ends_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, given = 100.0, list[float]()
-
-    def close(timeout_s: float) -> None:
-        nonlocal now_s
-        given.append(timeout_s)
-        now_s += 4.0
-        raise DeadlineExceeded("it hangs")
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(module, "_lanes", [SimpleNamespace(close=close) for _ in range(3)])
-    module._end_all()
-    assert given == [5.0, 1.0, 0.0]
 
 
 def together(work: Callable[[int], None], num: int) -> None:

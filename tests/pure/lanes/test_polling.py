@@ -70,16 +70,6 @@ def test_whoever_waits_at_a_sharp_inbox_has_sharp_timers_and_at_another_has_not(
     assert before == after
 
 
-def test_timers_that_cannot_be_sharpened_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: object) -> None:
-        raise OSError("no such library")
-
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
-    assert sharpen_timers() is False
-    monkeypatch.setattr(sys, "platform", "plan9")
-    assert sharpen_timers() is False
-
-
 def test_a_wake_ends_a_wait_also_when_it_came_first() -> None:
     inbox, over = Inbox(sharp=True), threading.Event()
     inbox.wake()

@@ -89,40 +89,6 @@ def test_what_was_covered_in_some_of_its_layers_still_races_in_the_others() -> N
 # ----------------------------------------------------------------------------------------------------- clocks
 
 
-def test_who_asks_for_a_wait_has_his_say_at_that_wait() -> None:
-    """A fence right behind the wait knows what the one who asked for it had seen."""
-    clocks = Clocks()
-    clocks.submit("b", 1)
-    clocks.submit("c", 1)
-    clocks.see("c", 1)
-    clocks.wait("a", "b", 1)
-    assert "c" not in clocks.covered("b", 1)
-    assert clocks.covered("a", 1) == {"a": 1, "b": 1, "c": 1}
-
-
-def test_what_an_item_saw_is_known_to_all_that_follow_it_on_its_lane() -> None:
-    clocks = Clocks()
-    clocks.submit("a", 1)
-    clocks.submit("c", 5)
-    clocks.start("a", 1)
-    clocks.see("c", 5)
-    clocks.finish("a", 1)
-    assert clocks.submit("a", 2).get("c") == 5, "though whoever submits it has seen nothing of that"
-    assert clocks.covered("a", 2)["c"] == 5
-    assert "c" not in clocks.covered("a", 0)
-
-
-def test_an_item_that_never_ran_here_takes_nobody_elses_knowledge_away() -> None:
-    clocks = Clocks()
-    clocks.submit("a", 1)
-    clocks.submit("a", 2)
-    clocks.start("a", 1)
-    clocks.finish("a", 2)  # it was skipped
-    assert clocks.actor.item == ("a", 1)
-    clocks.finish("a", 1)
-    assert clocks.actor.item is None
-
-
 @pytest.mark.parametrize("num_changes", [3, 4, 5, 20])
 def test_a_fence_older_than_what_is_remembered_knows_as_much_as_the_oldest_that_is(
     num_changes: int, monkeypatch: pytest.MonkeyPatch

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 from pathlib import Path
 
-import pytest
-
 from penstock.contract import Access, Mode
-from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
-from penstock.sanitizer import report as stack
-from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.report import MAX_REPORTS, Deed, Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 
@@ -97,32 +91,6 @@ def test_what_is_kept_after_a_hundred_thousand_submissions_is_what_was_kept_afte
     assert late == early
 
 
-def test_a_thread_takes_what_it_knew_with_it() -> None:
-    """Thread numbers are used again: the next one to get a number must not know what the last one saw."""
-    clocks = Clocks()
-    clocks.submit("load", 5)
-    found: list[int] = []
-
-    def look() -> None:
-        found.append(clocks.actor.clock.get("load", 0))
-        clocks.see("load", 5)
-
-    for _ in range(50):
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    assert found == [0] * 50
-
-
-def test_the_newest_of_a_lanes_knowledge_survives_what_is_forgotten() -> None:
-    clocks = Clocks()
-    for number in range(1, 10_000):
-        clocks.submit("a", number)
-        clocks.wait("b", "a", number)
-    assert len(clocks._changes["b"]) <= 4096
-    assert clocks.submit("b", 10_000)["a"] == 9_999
-
-
 def test_findings_are_kept_up_to_a_number_and_counted_beyond() -> None:
     sanitizer = Sanitizer()
     for number in range(MAX_REPORTS + 50):
@@ -166,19 +134,3 @@ def test_the_file_of_findings_is_there_from_the_start_and_has_all_of_them(tmp_pa
         sanitizer.reports[0].sentence,
     )
     assert [deed["lane"] for deed in written["deeds"]] == ["load", "compute"]
-
-
-def test_a_file_of_findings_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--sanitize-json"):
-        Sanitizer(json_file=tmp_path)
-
-
-def test_places_that_submit_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "_MAX_KEPT", 3)
-    stacks = stack.Stacks()
-    for line in range(1, 8):
-        scope: dict[str, object] = {"here": stacks.here}
-        exec(compile("\n" * line + "found = here()", "somewhere.py", "exec"), scope)
-        found = scope["found"]
-        assert isinstance(found, tuple) and (found[0].file, found[0].line) == ("somewhere.py", line + 1)
-        assert len(stacks) <= 3

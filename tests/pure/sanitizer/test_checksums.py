@@ -23,13 +23,6 @@ def told(sanitizer: Sanitizer) -> list[str]:
     return [report.sentence for report in sanitizer.reports]
 
 
-def test_bytes_that_come_back_as_they_went_are_fine(sanitizer: Sanitizer) -> None:
-    sanitizer.checksums.demoted("host", 3, KEY, 0xABC)
-    for _ in range(2):
-        sanitizer.checksums.promoted("host", 3, KEY, 0xABC)
-    assert told(sanitizer) == []
-
-
 def test_bytes_that_changed_between_demote_and_promote_are_found(sanitizer: Sanitizer) -> None:
     sanitizer.checksums.demoted("host", 3, KEY, 0xABC)
     sanitizer.checksums.promoted("host", 3, KEY, 0xABD)
@@ -69,9 +62,3 @@ def test_a_slot_that_became_free_starts_anew(sanitizer: Sanitizer) -> None:
     sanitizer.checksums.promoted("host", 3, KEY, 5)
     sanitizer.checksums.demoted("host", 3, KEY, 2)
     assert told(sanitizer) == [] and len(sanitizer.checksums) == 1
-
-
-def test_there_are_never_more_digests_than_slots(sanitizer: Sanitizer) -> None:
-    for number in range(1000):
-        sanitizer.checksums.demoted("host", number % 8, number.to_bytes(16, "big"), number)
-    assert len(sanitizer.checksums) == 8 and told(sanitizer) == []

@@ -61,44 +61,6 @@ def elsewhere(work: Callable[[], object], name: str = "other") -> None:
 # Holds invariant 1: the sanitizer reports where it is broken (a demotion before the producer ended).
 # Holds invariant 2: the sanitizer reports where it is broken (a promotion into a slot still in use).
 # Holds invariant 3: the sanitizer reports where it is broken (a read before landing).
-ORDERS = {
-    "load w, compute<load, compute r": None,
-    "load w, compute r": ("load", "compute"),
-    "compute w, save r": ("compute", "save"),
-    "compute r, load w": ("compute", "load"),
-    "compute w, save<compute, save r, compute w": ("save", "compute"),
-    "compute w, save<compute, save r, compute<save, compute w": None,
-    "load w, compute<save, compute r": ("load", "compute"),
-    "compute<load, load w, compute r": ("load", "compute"),
-    "compute r, load r, save r": None,
-    "load w, save<load, compute<save, compute r": None,
-    "load w, compute<save, save<load, compute r": ("load", "compute"),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_accesses_race_where_no_wait_orders_them(scene: Scene, order: str) -> None:
-    for step in order.split(", "):
-        lane, waits, other = step.partition("<")
-        if waits:
-            scene.lanes[lane].wait(scene.lanes[other].record())
-        else:
-            lane, _, mode = step.partition(" ")
-            (scene.read if mode == "r" else scene.write)(lane, 1)
-    race = ORDERS[order]
-    assert scene.races == ([] if race is None else [(*race, (1,))])
-
-
-def test_a_race_is_in_the_slots_and_layers_that_both_touch(scene: Scene) -> None:
-    landed = scene.write("load", 1, 2, layers=(0, 2))
-    scene.write("load", 1, layers=(2, 4))
-    scene.lanes["compute"].wait(landed)
-    scene.read("compute", 1, 2, 3, layers=(0, 2))
-    assert scene.races == []
-    scene.read("compute", 1, 2, layers=(2, 3))
-    assert scene.races == [("load", "compute", (1,))]
-
-
 def test_a_wait_inside_a_capture_is_no_edge_and_one_before_the_replay_is(scene: Scene) -> None:
     compute = scene.lanes["compute"]
     fence = scene.write("load", 1)
@@ -127,17 +89,6 @@ def test_a_thread_that_saw_the_fence_pass_orders_what_it_submits_and_touches(sce
     scene.lanes["compute"].touch(touched, label="read results")
     seconds = [second.partition(" (")[0] for _, second, _ in scene.races]
     assert seconds == (["compute", "thread MainThread"] if how.startswith("another") else [])
-
-
-def test_two_threads_that_touch_the_same_are_a_race_and_one_is_not(scene: Scene) -> None:
-    lane, access = scene.lanes["compute"], [Access("device", (1,), ALL, Mode.WRITE)]
-    for _ in range(2):
-        lane.touch(access, label="refill")
-    assert scene.races == []
-    elsewhere(lambda: lane.touch(access, label="refill"))
-    assert [(first.partition(" (")[0], second.partition(" (")[0]) for first, second, _ in scene.races] == [
-        ("thread MainThread", "thread other")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +167,3 @@ def test_only_holders_touch_a_slot(scene: Scene) -> None:
     assert [report.kind for report in sanitizer.reports] == [Kind.LIFETIME] * 2
     assert "slot 1 of device, which no handle covers" in sanitizer.reports[0].sentence
     assert sanitizer.reports[0].deeds[0].owners == ("r1",), "the last one that had it"
-
-
-def test_a_pool_that_is_opened_anew_has_no_accesses_yet() -> None:
-    """Its memory is another one, whatever was done to that of its name before."""
-    sanitizer = Sanitizer()
-    for lane in ("before", "after"):
-        sanitizer.opened("device", 4)
-        sanitizer.moved("device", [0], "free", "reserved", lane)
-        sanitizer.submitted(lane, 1, "writes", [Access("device", [0], ALL, Mode.WRITE)])
-    assert [report.sentence for report in sanitizer.reports] == []

@@ -4,16 +4,14 @@ round."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Access, Fence, Mode
-from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import SequencedLane, Sequencer, run
@@ -234,38 +232,3 @@ ORDERED: dict[str, list[Instruction]] = {
     "start": [WRITE_A, See("a"), Launch("launch-c", (READ_C,))],
     "finish": [WRITE_A, Launch("launch-c", (See("a"),)), See("launch-c"), READ_B],
 }
-
-
-@pytest.mark.parametrize("edge", ORDERED)
-def test_clocks_that_forget_an_edge_raise_false_alarms(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_against_all_schedules(ORDERED[edge])
-    broken: Callable[..., None] = lambda *_: None  # noqa: E731
-    monkeypatch.setattr(Clocks, edge, broken)
-    with pytest.raises(AssertionError, match="false alarm"):
-        check_against_all_schedules(ORDERED[edge])
-
-
-def test_clocks_that_know_too_much_miss_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    program: list[Instruction] = [WRITE_A, READ_B]
-    check_against_all_schedules(program)
-    monkeypatch.setattr(Clocks, "submit", lambda *_: dict.fromkeys(LANES, 1000))
-    with pytest.raises(AssertionError, match="missed"):
-        check_against_all_schedules(program)
-
-
-def test_an_item_that_is_taken_to_know_what_its_thread_saw_misses_races(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A launcher submitted before the program saw the write to be over knows nothing of it, though both run
-    in one process."""
-    program: list[Instruction] = [WRITE_A, Launch("launch-c", (READ_C,)), See("a"), See("launch-c")]
-    check_against_all_schedules(program)
-    start = Clocks.start
-
-    def knowing(clocks: Clocks, lane: str, number: int) -> None:
-        start(clocks, lane, number)
-        clocks.actor.learn(dict.fromkeys(LANES, 1000))
-
-    monkeypatch.setattr(Clocks, "start", knowing)
-    with pytest.raises(AssertionError, match="missed"):
-        check_against_all_schedules(program)

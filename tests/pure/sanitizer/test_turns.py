@@ -4,16 +4,12 @@ between turns are found."""
 from __future__ import annotations
 
 import threading
-from contextlib import closing
 
 import pytest
 
-from penstock.errors import SanitizerStop
 from penstock.kv.blocks.pool import BlockPool
-from penstock.lanes.cpu import CpuLane
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.sequencer import Sequencer
 
 
 # Holds invariant 6: the sanitizer reports where it is broken.
@@ -54,39 +50,6 @@ def test_a_wait_is_a_stall_only_inside_a_turn_from_the_limit_on_and_without_perm
     with pytest.raises(OSError), sanitizer.turns.turn():
         raise OSError
     assert waits(0.25) == 1, "so does a turn"
-
-
-def test_a_wait_on_a_real_lane_is_measured() -> None:
-    sanitizer = Sanitizer(stall_s=0.0)
-    lane = CpuLane("save", sanitizer)
-    gate = threading.Event()
-    lane.submit(gate.wait, label="held")
-    threading.Timer(0.01, gate.set).start()
-    with sanitizer.turns.turn():
-        lane.drain(10.0)
-    lane.close(10.0)
-    (report,) = sanitizer.reports
-    assert report.kind is Kind.STALL and "item 1 of lane save" in report.sentence
-
-
-def test_exploring_finds_a_wait_that_blocks_in_some_schedules_only() -> None:
-    def blocked(schedule: dict[int, str]) -> int:
-        sanitizer = Sanitizer()
-        with closing(Sequencer(schedule, observer=sanitizer)) as sequencer:
-            lane = sequencer.lane("save")
-            ticket = lane.submit(lambda: None, label="copy")
-            with sanitizer.turns.turn():
-                ticket.wait_done()
-        return sanitizer.num_by_kind[Kind.STALL]
-
-    assert blocked({}) == 1
-    assert blocked({0: "save"}) == 0, "it was over when it was waited for"
-
-
-def test_a_strict_sanitizer_stops_a_turn_that_stalls() -> None:
-    sanitizer = Sanitizer(strict=True)
-    with pytest.raises(SanitizerStop, match="waited"), sanitizer.turns.turn():
-        sanitizer.host_waited("load", 1, 1.0)
 
 
 def test_a_pool_whose_counts_follow_from_its_changes_balances() -> None:

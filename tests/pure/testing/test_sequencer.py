@@ -4,7 +4,6 @@ in order."""
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 from collections.abc import Callable
 
@@ -38,35 +37,6 @@ def reload_behind_a_captured_step(wait: str) -> object:
     return program
 
 
-def flush_of_a_pending_save(covers_submitted: bool) -> object:
-    """A save is handed to a background lane, which launches its gather later; a flush then frees the page,
-    and it is written anew."""
-
-    def program(sequencer: Sequencer) -> None:
-        background, copies, compute = (
-            sequencer.launcher("background"),
-            sequencer.lane("copies"),
-            sequencer.lane("compute"),
-        )
-        page, saved, launched = ["mine"], [], []
-
-        def gather() -> None:
-            launched.append(True)
-            copies.submit(lambda: saved.append(page[0]), label="gather")
-
-        background.submit(gather, label="launch the gather")
-        # flush: wait for what is in flight, then give the page to the next owner
-        if covers_submitted:
-            background.drain()
-        if launched:
-            copies.drain()
-        compute.submit(lambda: page.__setitem__(0, "the next owner's"), label="next owner")
-        sequencer.run_all()
-        assert saved == ["mine"], "the save read a page that had been given away"
-
-    return program
-
-
 def test_the_graph_that_reads_mid_reload_is_found_and_said_step_by_step() -> None:
     _, failure = explore(reload_behind_a_captured_step("inside the capture"))  # type: ignore[arg-type]
     assert failure is not None and len(failure.schedule) <= 1
@@ -79,13 +49,6 @@ def test_a_wait_before_the_replay_is_enough_in_every_schedule() -> None:
     num_runs, failure = explore(reload_behind_a_captured_step("before the replay"), max_preemptions=9)  # type: ignore[arg-type]
     assert failure is None and num_runs >= 10
     assert walk(reload_behind_a_captured_step("before the replay"), seed=1) == (1000, None)  # type: ignore[arg-type]
-
-
-def test_the_flush_between_submit_and_launch_is_found() -> None:
-    _, failure = explore(flush_of_a_pending_save(covers_submitted=False))  # type: ignore[arg-type]
-    assert failure is not None and "given away" in str(failure.error)
-    num_runs, failure = explore(flush_of_a_pending_save(covers_submitted=True), max_preemptions=9)  # type: ignore[arg-type]
-    assert failure is None and num_runs >= 5
 
 
 def test_a_random_walk_finds_it_too_and_shrinks_it() -> None:
@@ -181,34 +144,6 @@ def test_the_program_goes_on_while_launchers_are_half_way_through_their_work() -
                 f"{name}: copy 1",
                 f"{name}: copy 2",
             ]
-
-
-def test_the_same_schedule_takes_launchers_the_same_way() -> None:
-    rng = random.Random(3)
-    first, _ = run(transfers_of_two_launchers(set()), rng=rng)
-    again, _ = run(transfers_of_two_launchers(set()), first.schedule)
-    assert again.trace == first.trace and again.schedule == first.schedule
-    assert "launch-load: submits 'copy 1' to load" in first.trace
-
-
-def test_a_launcher_can_wait_and_look_as_the_program_can() -> None:
-    def program(sequencer: Sequencer) -> None:
-        copies, launcher = sequencer.lane("copies"), sequencer.launcher("launcher")
-        seen: list[str] = []
-
-        def launch() -> None:
-            ticket = copies.submit(lambda: seen.append("copied"), label="copy")
-            seen.append("over" if ticket.done() else "under way")
-            ticket.wait_done()
-            seen.append("seen")
-
-        launcher.submit(launch, label="launch").wait_done()
-        assert seen in (["copied", "over", "seen"], ["under way", "copied", "seen"])
-        outcomes.add(seen[0])
-
-    outcomes: set[str] = set()
-    assert explore(program, max_preemptions=5)[1] is None
-    assert outcomes == {"copied", "under way"}
 
 
 def test_launchers_that_wait_for_each_other_are_a_deadlock_and_their_threads_end() -> None:

@@ -36,14 +36,6 @@ def read(store: BlockStore, *numbers: int) -> list[tuple[Outcome, bool]]:
     ]
 
 
-def test_blocks_come_back_and_the_first_writer_wins() -> None:
-    store = store_of(1, 2)
-    assert store.write([KEYS[1]], [0], [block(3)]) == [Outcome.DONE]
-    assert read(store, 1, 2) == [(Outcome.DONE, True)] * 2 and store.usage().num_used == 2
-    assert store.find(KEYS[1:]) == 2 and store.find(KEYS) == 0
-    assert store.reset() == 2 and read(store, 1) == [(Outcome.MISSING, False)]
-
-
 @pytest.mark.parametrize("at", [0, 40, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + SIZE - 1])
 def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_block_removed(at: int) -> None:
     store = store_of(1)

@@ -153,6 +153,7 @@ class Span:
     num_done: int = 0  # blocks
 
 
+@dataclass(slots=True)
 class Meter:
     """Bytes over the time in which any call was in flight: two at once do not take twice as long. The caller
     holds a lock.
@@ -161,13 +162,12 @@ class Meter:
     not matter. A short rest after such a measurement is ignored: most of its bytes were counted before.
     """
 
-    def __init__(self, rate: LinkRate) -> None:
-        self.rate = rate
-        self._num = 0  # under way
-        self._num_bytes = 0  # since `_since_s`
-        self._num_ended = 0
-        self._since_s = 0.0
-        self._is_rest = False
+    rate: LinkRate
+    _num: int = 0  # under way
+    _num_bytes: int = 0  # since `_since_s`
+    _num_ended: int = 0
+    _since_s: float = 0.0
+    _is_rest: bool = False
 
     def begin(self, now_s: float) -> None:
         if self._num == 0:
@@ -330,6 +330,12 @@ class KnownKeys:
         with self._lock:
             return [key in self._keys for key in keys]
 
+    def note(self, keys: Sequence[bytes], outcomes: Sequence[Outcome], num_cleared: int) -> None:
+        """Outcomes of a call that began when `num_cleared` had this value."""
+        told = list(zip(keys, outcomes, strict=True))
+        self.add((key for key, outcome in told if outcome is Outcome.DONE), num_cleared)
+        self.discard(key for key, outcome in told if outcome in _GONE)
+
     def add(self, keys: Iterable[bytes], num_cleared: int = 0) -> None:
         """The keys were seen when `num_cleared` had this value. If it has grown since, they are ignored."""
         with self._lock:
@@ -372,12 +378,24 @@ class StoreCalls:
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
         self._running: dict[object, float] = {}  # when each call began
+        self._was_stuck = False
 
     @property
     def stuck(self) -> bool:
         """Whether a call takes too long."""
         with self._lock:
             return bool(self._running) and min(self._running.values()) + self._stuck_s < self.breaker.clock()
+
+    def note_stuck(self) -> None:
+        """Count and log it when a call gets stuck."""
+        was_stuck, self._was_stuck = self._was_stuck, self.stuck
+        if self._was_stuck and not was_stuck:
+            self.tally.fail("stuck")
+            log.warning(
+                "the %s tier has been at one thing for %g s; it is left alone until that is over",
+                self.store.name,
+                self._stuck_s,
+            )
 
     # ------------------------------------------------------------------------------------------- what is said
 
@@ -462,17 +480,7 @@ class StoreCalls:
                 self.tally.ended(way, outcomes)
             group.outcomes = outcomes
             if not self.store.local:
-                self.known.add(
-                    (
-                        key
-                        for key, outcome in zip(group.keys, outcomes, strict=True)
-                        if outcome is Outcome.DONE
-                    ),
-                    num_cleared,
-                )
-                self.known.discard(
-                    key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE
-                )
+                self.known.note(group.keys, outcomes, num_cleared)
             if self.breaker.note(entered, outcomes):
                 self._tell_opened(f"{way.value} fails block by block")
         except StoreFailed as error:

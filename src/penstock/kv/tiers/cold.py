@@ -23,7 +23,6 @@ from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.calls import Breaker, BreakerState, Span, StoreCalls, StoreGroup, Tally, Way
-from penstock.kv.tiers.policy import LinkRate
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
 
@@ -150,25 +149,18 @@ class ColdLimits:
 # ------------------------------------------------------------------------------------------ what is under way
 
 
+@dataclass(slots=True, eq=False)
 class Writing:
     """Blocks on their way from host slots into a store. Its owner ends the handle after `ColdTier.settle` has
     returned the writing."""
 
-    def __init__(
-        self,
-        handle: Handle | None,
-        keys: Sequence[bytes],
-        outcomes: list[Outcome],
-        groups: Sequence[StoreGroup],
-        is_reset: bool = False,
-    ) -> None:
-        self.is_reset = is_reset
-        self.handle = handle  # protects the slots; None: there are none
-        self.keys = keys  # all offered keys
-        self.settled = False  # seen to be over, by `settle`
-        self.error: BaseException | None = None  # why some blocks were not tried or failed
-        self.outcomes = outcomes  # by key, once it is settled; FULL also if the queue had no room
-        self.groups = groups
+    handle: Handle | None  # protects the slots; None: there are none
+    keys: Sequence[bytes]  # all offered keys
+    outcomes: list[Outcome]  # by key, once it is settled; FULL also if the queue had no room
+    groups: Sequence[StoreGroup]
+    is_reset: bool = False
+    settled: bool = False  # seen to be over, by `settle`
+    error: BaseException | None = None  # why some blocks were not tried or failed
 
     @property
     def tried_keys(self) -> list[bytes]:
@@ -223,10 +215,9 @@ class ColdTier:
         limits: ColdLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        tally = Tally(view(0).nbytes, clock)
+        self.counts = tally = Tally(view(0).nbytes, clock)  # its figures
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
         self.name = store.name
-        self.counts = tally  # its figures
         # A test may replace the store before the first call, to make it fail.
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
         self._lanes = lanes
@@ -239,7 +230,6 @@ class ColdTier:
         self.writings: deque[Writing] = deque()  # that `settle` has not returned
         self._settled: list[Writing] = []  # to be returned
         self._defects: list[BaseException] = []  # in Penstock, found on lanes
-        self._was_stuck = False
         self._closing: Ticket | None = None
 
     # -------------------------------------------------------------------------------- figures, for any thread
@@ -248,11 +238,6 @@ class ColdTier:
     def local(self) -> bool:
         """It answers from memory."""
         return self.calls.store.local
-
-    @property
-    def rate(self) -> LinkRate:
-        """Of reads."""
-        return self.counts.rate
 
     @property
     def group_blocks(self) -> int:
@@ -265,9 +250,10 @@ class ColdTier:
         calls = self.calls
         return not calls.stopped and calls.breaker.state is BreakerState.CLOSED and not calls.stuck
 
-    @property
-    def queued_read_bytes(self) -> int:
-        return self.counts.queued_bytes[Way.READ]
+    def read_s(self, num_bytes: int = 0) -> float | None:
+        """Time until that many more bytes are read, after those that are queued. None: nothing was
+        measured."""
+        return self.counts.rate.seconds(num_bytes + self.counts.queued_bytes[Way.READ])
 
     def usage(self) -> StoreUsage:
         return self.calls.store.usage()
@@ -361,9 +347,9 @@ class ColdTier:
     def settle(self) -> list[Writing]:
         """Writes that ended since the last call. Also probes a broken store, on a lane, when due. Raises a
         defect in Penstock, once; the next call returns the rest."""
-        is_stuck = self.calls.stuck
-        if is_stuck != self._was_stuck or self.calls.breaker.state is BreakerState.OPEN:
-            self._watch(is_stuck)
+        self.calls.note_stuck()
+        if self.calls.breaker.try_probe():
+            self._begin_probe()
         with self._asking:
             self.findings = [finding for finding in self.findings if not finding.ready]
         # they end roughly in order, so only the first are checked
@@ -458,23 +444,13 @@ class ColdTier:
             for run in runs
         ]
 
-    def _watch(self, is_stuck: bool) -> None:
-        """Log when a call gets stuck, and probe a broken store when due."""
-        if is_stuck and not self._was_stuck:
-            self.counts.fail("stuck")
-            log.warning(
-                "the %s tier has been at one thing for %g s; it is left alone until that is over",
-                self.name,
-                self._limits.stuck_s,
-            )
-        self._was_stuck = is_stuck
-        if self.calls.breaker.try_probe():
-            try:
-                (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
-            except BaseException as error:
-                self.calls.breaker.probed(False)  # no probe will report
-                if not isinstance(error, LaneClosed):
-                    raise
+    def _begin_probe(self) -> None:
+        try:
+            (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
+        except BaseException as error:
+            self.calls.breaker.probed(False)  # no probe will report
+            if not isinstance(error, LaneClosed):
+                raise
 
     def _probe(self) -> None:
         try:

@@ -83,7 +83,6 @@ class BlockLoad(Reads):
         self.awaited: dict[bytes, tuple[int, StoreGroup]] = {}
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
-        self._num_ready = 0
         self.is_short = False  # the hold knows that the load ended short
 
     # ------------------------------------------------------------------------------------------ contract.Load
@@ -132,11 +131,8 @@ class BlockLoad(Reads):
     @property
     def num_ready(self) -> int:
         """Leading blocks that are in host memory."""
-        absent = np.flatnonzero(self.sources[self._num_ready : self.limit] == ABSENT)
-        self._num_ready = (
-            self._num_ready + int(absent[0]) if absent.size else max(self._num_ready, self.limit)
-        )
-        return self._num_ready
+        absent = np.flatnonzero(self.sources[self.num_sent : self.limit] == ABSENT)
+        return self.num_sent + int(absent[0]) if absent.size else self.limit
 
     def covers(self, number: int, key: bytes) -> bool:
         """Whether it loads block `number` of a prefix, with that `key`."""
@@ -193,7 +189,6 @@ class Loads:
         self._host = host
         self._writeback = writeback
         self._layout = layout
-        self.limits = limits
         self._part_blocks = max(1, _PART_BYTES // layout.block_bytes)
         self._whole = [Group((0, layout.num_layers))]
 
@@ -277,7 +272,7 @@ class Loads:
     @property
     def deadline_s(self) -> float:
         """For a load or fetch that begins now."""
-        return time.monotonic() + self.limits.load_deadline_s
+        return time.monotonic() + self.costs.limits.load_deadline_s
 
     def begin(
         self,
@@ -307,7 +302,7 @@ class Loads:
             if load.is_cold:
                 self._begin_reads(load, lease)
             else:
-                self._begin_copy(load, lease, num_next >= self.limits.overlap_tokens)
+                self._begin_copy(load, lease, num_next >= self.costs.limits.overlap_tokens)
         except BaseException:
             if hold not in self.in_flight:
                 lease.keep(kept)
@@ -403,10 +398,7 @@ class Loads:
         load.room = self._host.take(
             keys, [load.first + block for block, _ in absent], load.label, Displaces.ANYTHING
         )
-        num = next(
-            (i for i, (key, taken) in enumerate(zip(keys, load.room.keys, strict=False)) if key != taken),
-            len(load.room.keys),
-        )
+        num = sum(i == place for i, place in enumerate(load.room.places))  # without a gap
         if num < len(absent):  # no free slot, or another request is reading the same block
             load.cut(absent[num][0])
         self.reader.queue(load, absent[:num])
@@ -459,21 +451,15 @@ class Loads:
 
     def _advance(self, load: BlockLoad) -> None:
         self.reader.read_up(load)
-        if any(copy.settled and copy.error() is not None for copy in load.copies):
+        if load.ended or any(copy.settled and copy.error() is not None for copy in load.copies):
             load.cut(load.num_sent)
         num_ready = load.num_ready
-        if num_ready > load.num_sent and (
-            num_ready - load.num_sent >= self._part_blocks or num_ready == load.limit
-        ):
+        num_new = num_ready - load.num_sent
+        if num_new and (num_new >= self._part_blocks or num_ready == load.limit):
             try:
-                if load.ended:
-                    load.cut(load.num_sent)
-                else:
-                    self._send(load, num_ready, self._whole)
+                self._send(load, num_ready, self._whole)
             except LaneClosed:
                 load.cut(load.num_sent)
-        elif load.ended:
-            load.cut(load.num_sent)
         # the slots after the limit are computed, once their earlier uses are over
         if load.settled and load.limit < load.num_blocks and not load.is_short:
             load.is_short = True

@@ -80,7 +80,7 @@ class Costs:
             if cold is None:
                 load_s = self.link.seconds((num_blocks + self._mover.num_blocks) * block)
             elif cold.usable:
-                load_s = cold.rate.seconds(num_blocks * block + cold.queued_read_bytes)
+                load_s = cold.read_s(num_blocks * block)
             else:
                 break
             pieces.append(TierRun(num_blocks, load_s))
@@ -266,8 +266,7 @@ class ColdReader:
         """Whether to begin one more group. A fetch does not, while the tier is busy enough."""
         if not isinstance(reads, Fetch):
             return len(reads.staged) < _READ_AHEAD
-        tier = self._cold[reads.unread[0][0]]
-        queued_s = tier.rate.seconds(tier.queued_read_bytes)
+        queued_s = self._cold[reads.unread[0][0]].read_s()
         return len(reads.staged) < _FETCH_UNMEASURED if queued_s is None else queued_s < _FETCH_AHEAD_S
 
     def read_no_further(self, reads: Reads) -> None:

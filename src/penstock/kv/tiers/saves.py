@@ -66,9 +66,10 @@ class Save(Transfer):
     parts, so that no turn of the engine pays for all.
 
     `moves`: the device slots are needed. The blocks are evicted from the device at the end of the save, even
-    if it failed. `lease`: the save belongs to a retraction. Its blocks land together, and those without a key
-    are for the lease alone.
+    if it failed.
     """
+
+    verb = "demote"
 
     def __init__(
         self,
@@ -77,20 +78,14 @@ class Save(Transfer):
         num_layers: int,
         displaces: Displaces = Displaces.UNWANTED,
         moves: bool = False,
-        lease: SavedLease | None = None,
     ) -> None:
         fences = {id(fence): fence for offer in offers for fence in offer.after}
-        super().__init__(
-            f"{'demote' if lease is None else 'retract'} of {offers[0].pin.owner}", (), tuple(fences.values())
-        )
+        super().__init__(f"{self.verb} of {offers[0].pin.owner}", (), tuple(fences.values()))
         self.pins = [offer.pin for offer in offers]
         self.offers = offers
         self.parts: deque[Taken] = deque()  # by group, parts that have not landed
         self.num_arrived = 0  # groups that were seen to be over
         self.moves = moves
-        self.lease = lease
-        self.private: Reservation | None = None  # for blocks without a key
-        self.kept: Handle | None = None  # pin on blocks of a retraction that host memory had already
         self._host = host
         self._layers = (0, num_layers)
         self._displaces = displaces
@@ -99,21 +94,10 @@ class Save(Transfer):
         keys = [key for offer in self.offers for key in offer.keys]
         depths = [depth for offer in self.offers for depth in offer.depths]
         slots = np.concatenate([offer.pin.run for offer in self.offers])
-        if self.lease is None:
-            for first in range(0, len(keys), _PART_BLOCKS):
-                part = slice(first, first + _PART_BLOCKS)
-                self._take(keys[part], depths[part], slots[part])
-            return bool(self.parts)
-        # one group, including blocks without a key
-        num_keyed = len(keys)
-        _, self.kept = self._host.pin_each(keys, self.label)
-        self._take(keys, depths, slots[:num_keyed])
-        if len(slots) > num_keyed:
-            self.private = self._host.take_private(len(slots) - num_keyed, self.label)
-        if self.private is not None:
-            self._add(slots[num_keyed:], self.private)
-        self.groups = (Group(self._layers),)
-        return bool(self.num_blocks)
+        for first in range(0, len(keys), _PART_BLOCKS):
+            part = slice(first, first + _PART_BLOCKS)
+            self._take(keys[part], depths[part], slots[part])
+        return bool(self.parts)
 
     def _take(self, keys: Sequence[bytes], depths: Sequence[int], slots: Run) -> None:
         taken = self._host.take(keys, depths, self.label, self._displaces)
@@ -128,6 +112,47 @@ class Save(Transfer):
         self.source_slots = np.concatenate((self.source_slots, sources))
         self.dest_slots = np.concatenate((self.dest_slots, reservation.run))
         self.after = (*self.after, *reservation.after)
+
+
+class Retraction(Save):
+    """The save of a retracted request. Its blocks land together, and those without a key are for `lease`
+    alone."""
+
+    verb = "retract"
+
+    def __init__(self, host: HostTier, offer: Offer, num_layers: int, lease: SavedLease) -> None:
+        super().__init__(host, [offer], num_layers)
+        self.lease = lease
+        self.private: Reservation | None = None  # for blocks without a key
+        self.kept: Handle | None = None  # pin on blocks that host memory had already
+
+    def prepare(self) -> bool:
+        (offer,) = self.offers
+        keyed, rest = np.split(offer.pin.run, [len(offer.keys)])
+        _, self.kept = self._host.pin_each(offer.keys, self.label)
+        self._take(offer.keys, offer.depths, keyed)
+        if rest.size:
+            self.private = self._host.take_private(len(rest), self.label)
+        if self.private is not None:
+            self._add(rest, self.private)
+        self.groups = (Group(self._layers),)
+        return bool(self.num_blocks)
+
+    def fill_lease(self) -> None:
+        """It is over, and its blocks with keys have landed: all belong to the lease."""
+        offer, lease, private = self.offers[0], self.lease, self.private
+        with self._host.pool.lock:
+            # blocks that have left its window are not saved for it
+            slots = [ABSENT] * offer.first + self._host.pool.find_each(offer.keys)
+            if private is not None and self.error() is None:
+                slots += private.slots
+            lease.slots = np.array(slots, np.int64)
+            lease.open(offer.first + len(offer.keys), *(() if private is None else (private,)))
+        if self.kept is not None:
+            self.kept.end()
+        lease.saving = False
+        if lease.given_up:
+            lease.end()
 
 
 class Saves:
@@ -151,7 +176,6 @@ class Saves:
         self._writeback = writeback
         self._offers: list[Offer] = []
         self._due: list[Offer] = []  # offers that a request waits for; they may evict anything
-        self._num_moving = 0  # device blocks being moved to host memory to make room
 
     def pins(self) -> set[Pin]:
         """Pins on device slots for saves in flight or about to start."""
@@ -236,7 +260,7 @@ class Saves:
         first = hold.num_dropped
         pin = self._pool.pin(hold.first(num_blocks)[first:], hold.owner)
         offer = Offer(pin, keys[first:], range(first, len(keys)), () if fence is None else (fence,), first)
-        self._send(Save(self._host, [offer], self.layout.num_layers, lease=lease))
+        self._send(Retraction(self._host, offer, self.layout.num_layers, lease))
         return lease
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
@@ -263,7 +287,6 @@ class Saves:
                 (*self._pool.last_use.after(pin.run), *after),
             )
             self._send(Save(self._host, [offer], self.layout.num_layers, moves=moves))
-            self._num_moving += len(pin.run) if moves else 0
 
     # ------------------------------------------------------------------------------------- room on the device
 
@@ -281,7 +304,7 @@ class Saves:
         num_evicted = min(num_blocks, pool.num_available) - pool.num_free
         if num_evicted <= 0 or self.mover.is_late():
             return True
-        if self._num_moving:
+        if any(isinstance(save, Save) and save.moves for save in self.mover.flying):
             return False  # the slots that it frees come first
         alone = self._alone(num_evicted)
         if alone and num_more:
@@ -312,7 +335,7 @@ class Saves:
     def settle(self) -> None:
         """Take in copies that are over: their blocks can be found in host memory, and their pins end."""
         first = self.mover.flying[0] if self.mover.flying else None
-        if isinstance(first, Save) and first.lease is None:
+        if isinstance(first, Save) and not isinstance(first, Retraction):
             self._land(first)
         for save in self.mover.settle():
             if isinstance(save, Save):
@@ -337,28 +360,11 @@ class Saves:
         self._land(save)
         while save.parts:  # never enqueued
             self._host.drop(save.parts.popleft())
-        if save.lease is not None:
-            self._fill_lease(save, save.lease)
+        if isinstance(save, Retraction):
+            save.fill_lease()
         for pin in save.pins:
             pin.end()
             # Wanted blocks, too: otherwise they would be moved again, and the next request would wait
             # forever.
             if save.moves:
                 self._pool.evict_these(pin.run)
-        self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
-
-    def _fill_lease(self, save: Save, lease: SavedLease) -> None:
-        """The retraction's save is over; its landed blocks belong to the lease."""
-        private, offer = save.private, save.offers[0]
-        with self._host.pool.lock:
-            # blocks that have left its window are not saved for it
-            slots = [ABSENT] * offer.first + self._host.pool.find_each(offer.keys)
-            if private is not None and save.error() is None:
-                slots += private.slots
-            lease.slots = np.array(slots, np.int64)
-            lease.open(offer.first + len(offer.keys), *(() if private is None else (private,)))
-        if save.kept is not None:
-            save.kept.end()
-        lease.saving = False
-        if lease.given_up:
-            lease.end()

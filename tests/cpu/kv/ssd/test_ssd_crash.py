@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Outcome
 from tests.cpu.kv.ssd.ssd_rig import (
@@ -20,7 +19,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
     QuickDisk,
     abandon,
     key_of,
-    num_bytes_in,
     open_at,
     read,
     those_in,
@@ -102,21 +100,6 @@ def test_after_a_crash_every_block_is_right_and_what_was_persisted_is_there(
     assert num_lost == 0 and num_found > 0
 
 
-def test_a_persist_that_syncs_nothing_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Segments, "persist", lambda self: None)
-    assert _crash_again_and_again(tmp_path, 0, 20)[0] > 0
-
-
-def test_a_disk_that_lies_about_syncing_loses_blocks_and_serves_no_wrong_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CrashingDisk, "fdatasync", lambda self, fd: None)
-    num_lost, num_found = _crash_again_and_again(tmp_path, 1, 20)
-    assert num_lost > 0 and num_found > 0
-
-
 def test_a_write_torn_at_every_place_is_a_miss_or_whole(tmp_path: Path) -> None:
     """The slot had another block before; of the new one only the first sectors, or only the last ones, have
     arrived."""
@@ -150,17 +133,3 @@ def test_a_write_torn_at_every_place_is_a_miss_or_whole(tmp_path: Path) -> None:
                 outcomes.get(100) is DONE and outcomes.get((store.usage().num_slots or 0) - 1) is DONE
             ), "one slot, two blocks"
             store.close()
-
-
-def test_the_bound_holds_after_any_crash(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    bound = 0
-    for num_slots in (24, 12, 24, 6, 24):
-        life = _Life(tmp_path, rng)
-        life.go_on_until_it_crashes()
-        store = open_at(tmp_path, num_slots, io=QuickDisk())
-        bound = max(bound, num_bytes_in(tmp_path))
-        write(store, *range(50))
-        assert num_bytes_in(tmp_path) <= 8192 + 4096 * 8 + (num_slots + 8) * 12288
-        store.close()
-    assert bound > 0

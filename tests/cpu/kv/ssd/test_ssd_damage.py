@@ -15,7 +15,7 @@ import pytest
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import Envelope, Outcome
+from penstock.kv.tiers.store import Outcome
 from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
@@ -30,10 +30,9 @@ from tests.cpu.kv.ssd.ssd_rig import (
 
 DONE = Outcome.DONE
 NUM_BLOCKS = 40
-# times thirteen hundred flipped bits and twenty cut files
+# times eight hundred flipped bits and eight cut files
 DAMAGES = int(os.environ.get("PENSTOCK_DAMAGES", "1"))
 WIDTH = slot_bytes(BLOCK_BYTES)
-PADDING = WIDTH - SECTOR_BYTES - BLOCK_BYTES
 
 
 def _filled(path: Path) -> SsdStore:
@@ -64,13 +63,7 @@ def _flip(data: bytearray) -> None:
     data[0] ^= 1 << random.Random(data[0]).randrange(8)
 
 
-def _counts(offset: int) -> bool:
-    """Whether a byte of a slot matters: what is in the rest of the head's sector and in the padding is
-    nobody's."""
-    return offset < 156 or SECTOR_BYTES <= offset < WIDTH - PADDING
-
-
-@pytest.mark.parametrize("seed", range(3 * DAMAGES))
+@pytest.mark.parametrize("seed", range(2 * DAMAGES))
 def test_flipped_bits_are_noticed_while_running_and_the_slot_is_used_again(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     store = _filled(tmp_path)
@@ -112,17 +105,10 @@ def _damage_and_count(path: Path, seed: int) -> tuple[int, int]:
     return num_wrong, num_lost
 
 
-@pytest.mark.parametrize("seed", range(5 * DAMAGES))
+@pytest.mark.parametrize("seed", range(3 * DAMAGES))
 def test_flipped_bits_between_two_lives_never_give_a_wrong_byte(tmp_path: Path, seed: int) -> None:
     num_wrong, num_lost = _damage_and_count(tmp_path, seed)
     assert num_wrong == 0 and num_lost > 0
-
-
-def test_without_the_checksum_wrong_bytes_would_be_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
-    assert _damage_and_count(tmp_path, 0)[0] > 0
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -165,7 +151,7 @@ def test_files_that_changed_names_are_misses(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("seed", range(20 * DAMAGES))
+@pytest.mark.parametrize("seed", range(8 * DAMAGES))
 def test_files_cut_anywhere_never_give_a_wrong_byte(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     _filled(tmp_path).close()

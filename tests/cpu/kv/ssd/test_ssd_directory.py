@@ -11,7 +11,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.ssd.survey import clear, inspect, verify
 from penstock.kv.tiers.store import Outcome, StoreUsage
@@ -128,16 +126,6 @@ def test_a_directory_of_somebody_else_is_refused(
     refuses(call, cache, str(cache), f"owner {real}", "mode 0700", f"chown -R {STRANGER} {cache}")
 
 
-@as_root
-@everybody
-def test_root_is_no_exception(cache: Path, call: Callable[[Path], Any]) -> None:
-    os.chown(cache, STRANGER, -1)
-    refuses(call, cache, f"owner {STRANGER}", "chown -R 0")
-    assert cache.stat().st_uid == STRANGER
-    os.chown(cache, 0, -1)
-    call(cache)
-
-
 def linked(path: Path) -> None:
     path.rename(path.parent.parent / "elsewhere")
     path.symlink_to(path.parent.parent / "elsewhere")
@@ -228,16 +216,6 @@ CONTENTS = {
 }
 
 
-@everybody
-@pytest.mark.parametrize("content", list(CONTENTS.values()), ids=list(CONTENTS))
-def test_what_is_in_the_lock_file_does_not_matter(
-    cache: Path, call: Callable[[Path], Any], content: bytes
-) -> None:
-    (cache / "lock").write_bytes(content)
-    call(cache)
-    assert (cache / "lock").read_bytes() == b"penstock %d\n" % os.getpid()
-
-
 @pytest.mark.parametrize("content", list(CONTENTS.values()), ids=list(CONTENTS))
 def test_a_damaged_lock_is_taken_over_unless_it_is_held(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lock").write_bytes(content)
@@ -272,14 +250,6 @@ def test_a_directory_with_something_in_it_in_place_of_the_lock_is_refused(
     refuses(call, cache, str(cache / "lock"), "not empty")
 
 
-def test_a_directory_of_another_program_that_has_a_lock_directory_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    (tmp_path / "data").write_text("of another program")
-    for call in CALLS:
-        refuses(call, tmp_path, str(tmp_path))
-    assert (tmp_path / "lock").is_dir()
-
-
 def test_a_full_disk_locks_all_the_same(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -292,42 +262,6 @@ def test_a_full_disk_locks_all_the_same(cache: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigError, match="in use by another process"):
             open_at(cache)
     store.close()
-
-
-@as_root
-@pytest.mark.parametrize("reachable", [True, False])
-def test_a_directory_that_cannot_even_be_opened_says_whose_it_is(tmp_path: Path, reachable: bool) -> None:
-    """Where that can be seen: a parent may hide it as well."""
-    parent = Path(tempfile.mkdtemp(dir="/tmp"))
-    parent.chmod(0o755 if reachable else 0o700)
-    (parent / "cache").mkdir(0o700)
-    try:
-        said = _said_to(STRANGER, parent / "cache")
-    finally:
-        shutil.rmtree(parent)
-    assert str(parent / "cache") in said
-    assert ("owner 0, mode 0700" in said) is reachable and ("Permission denied" in said) is not reachable
-
-
-def _said_to(user: int, path: Path) -> str:
-    """What a process of that user is told."""
-    hearing, telling = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-            make_directory(path, DiskIo())
-        except ConfigError as error:
-            os.write(telling, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(telling)
-    with os.fdopen(hearing, "rb") as pipe:
-        said = pipe.read().decode()
-    os.waitpid(pid, 0)
-    return said
 
 
 def test_a_lock_that_goes_while_it_is_taken_is_no_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,18 +277,6 @@ def test_a_lock_that_goes_while_it_is_taken_is_no_lock(cache: Path, monkeypatch:
         open_at(cache)
     monkeypatch.undo()
     open_at(cache).close()
-
-
-def test_a_refused_start_leaves_no_descriptor_open(cache: Path) -> None:
-    num_open = len(os.listdir("/proc/self/fd"))
-    segment_paths(cache)[1].chmod(0o666)
-    for call in CALLS:
-        with pytest.raises(ConfigError):
-            call(cache)
-    (cache / "lock").chmod(0o666)
-    with pytest.raises(ConfigError):
-        open_at(cache)
-    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def removed(path: Path) -> None:
@@ -459,22 +381,6 @@ def test_a_new_directory_that_another_process_has_taken_is_left_to_it_until_it_i
     store.persist()
     store.close()
     assert num_open() == before
-
-
-def test_a_store_that_could_not_be_opened_anew_can_be_closed_and_stays_so(path: Path) -> None:
-    before = num_open()
-    store = filled(path)
-    made_anew(path)
-    path.chmod(0o777)
-    for _ in range(2):
-        with pytest.raises(StoreFailed, match="mode 0777"):
-            store.probe()
-    assert num_open() == before
-    store.close()
-    path.chmod(0o700)
-    with pytest.raises(StoreFailed, match="closed"):
-        store.probe()
-    assert not list(path.iterdir())
 
 
 def test_a_removed_lock_is_noticed_and_taken_again_with_all_blocks(path: Path) -> None:

@@ -77,19 +77,6 @@ def test_an_older_copy_in_a_group_keeps_nothing_behind_it_from_being_found() -> 
     one.index.close()
 
 
-def test_a_slot_that_is_written_anew_is_doubted_no_longer() -> None:
-    """A block that this process has written need not be read to know that it is whole."""
-    one = made(1, 1)
-    one.index.add_scanned(one.withheld[0], {0: head_of(KEY, 0, 1)})
-    assert one.index.claim([KEY]).unverified == [0]
-    claim = one.index.claim([key_of(2)])
-    assert claim.slots == [0], "the only one there is"
-    one.index.land(claim, [key_of(2)], [0], {0: GENERATION})
-    assert one.index.claim([key_of(2)]).unverified == []
-    one.index.end_scan()
-    one.index.close()
-
-
 def test_what_is_written_counts_though_the_scan_finds_an_older_copy_meanwhile() -> None:
     """The older copy may be torn, and a persist of the write promises that the block is there."""
     one = made(2, 1, 1)
@@ -104,15 +91,6 @@ def test_what_is_written_counts_though_the_scan_finds_an_older_copy_meanwhile() 
     assert one.pool.counts.free == 1 and one.pool.counts.idle == 1
     one.pool.check()
     one.index.close()
-
-
-def test_forgetting_a_block_that_has_moved_on_forgets_nothing() -> None:
-    """A reader found damage in a slot; meanwhile everything was reset and the block was written elsewhere."""
-    one, keys = made(4), [key_of(0), key_of(1)]
-    one.index.land(one.index.claim(keys), keys, [0, 1], dict.fromkeys(range(2), GENERATION))
-    one.index.forget(key_of(0), 3)
-    one.index.forget(key_of(9), 0)
-    assert one.pool.find_each(keys) == [0, 1]
 
 
 def test_a_block_whose_generation_is_over_is_not_published() -> None:

@@ -20,7 +20,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
     abandon,
     fails,
     open_at,
-    read,
     those_in,
     until,
     write,
@@ -30,22 +29,6 @@ DONE = Outcome.DONE
 
 
 # ------------------------------------------------------------------------------------------------------ reset
-
-
-def _reset_and_restart(path: Path) -> set[int]:
-    store = open_at(path, num_slots=40)
-    write(store, *range(30))
-    assert store.reset() == 30 and those_in(store, range(30)) == set()
-    write(store, 100)
-    abandon(store)
-    store = open_at(path, num_slots=40)
-    found = those_in(store, range(200))
-    store.close()
-    return found
-
-
-def test_what_was_reset_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
-    assert _reset_and_restart(tmp_path) == {100}
 
 
 def test_what_was_reset_does_not_come_back_with_a_crash(tmp_path: Path) -> None:
@@ -109,23 +92,6 @@ def test_who_writes_a_block_after_a_reset_is_not_told_that_a_write_from_before_i
     for thread in (first, resetting, second):
         thread.join()
     assert outcomes == [DONE] and those_in(store, [1]) == {1}, "what is DONE can be found"
-    store.close()
-
-
-def test_a_block_being_read_during_a_reset_arrives_and_is_gone_then(tmp_path: Path) -> None:
-    store = open_at(tmp_path, io=(io := GatedDisk()))
-    write(store, 0, 1)
-    io.gates["preadv"].clear()
-    outcomes: list[Outcome] = []
-    thread = threading.Thread(target=lambda: outcomes.extend(read(store, 0)))
-    thread.start()
-    assert io.there["preadv"].wait(WAIT_S)
-    assert store.reset() == 2
-    assert write(store, *range(100, 200)).count(DONE) > 0
-    io.gates["preadv"].set()
-    thread.join()
-    assert outcomes == [DONE] and those_in(store, [0, 1]) == set()
-    store._now.index.check()
     store.close()
 
 

@@ -3,18 +3,15 @@ served."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd import index as index_module
 from penstock.kv.tiers.ssd import segments as format_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
-from penstock.kv.tiers.ssd.segments import segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import Outcome, Space
 from tests.cpu.kv.ssd.ssd_rig import (
@@ -22,7 +19,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
     WAIT_S,
     HookedDisk,
     abandon,
-    key_of,
     max_bytes_for,
     num_bytes_in,
     open_at,
@@ -34,19 +30,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
 )
 
 DONE = Outcome.DONE
-
-
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("end", ["closed", "killed"])
-def test_blocks_survive_a_restart(tmp_path: Path, end: str, eviction) -> None:  # type: ignore[no-untyped-def]
-    store = open_at(tmp_path, num_slots=80, eviction=eviction)
-    write(store, *range(60))
-    (store.close if end == "closed" else lambda: abandon(store))()
-    store = open_at(tmp_path, num_slots=80, eviction=eviction)
-    assert read(store, *range(60)) == [DONE] * 60
-    assert write(store, *range(100, 150)) + write(store, *range(150, 200)) == [DONE] * 100
-    store._now.index.check()
-    store.close()
 
 
 def test_the_order_of_eviction_survives_a_restart(tmp_path: Path) -> None:
@@ -132,20 +115,6 @@ def test_the_store_serves_while_it_scans_and_what_is_not_scanned_is_neither_foun
     store.close()
 
 
-def test_a_block_written_during_the_scan_stays_and_its_old_copy_makes_room(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=40)
-    write(store, *range(4))
-    store.close()
-    io = _Paced()
-    store = open_at(tmp_path, num_slots=40, io=io, scanned=False)
-    assert write(store, *range(4)) == [DONE] * 4
-    io.let_all_through()
-    assert store.wait_scanned(WAIT_S)
-    assert store.usage().num_used == 4 and read(store, *range(4)) == [DONE] * 4
-    store._now.index.check()
-    store.close()
-
-
 def test_a_store_can_be_closed_in_the_middle_of_its_scan(tmp_path: Path) -> None:
     store = open_at(tmp_path, num_slots=40)
     write(store, *range(30))
@@ -188,17 +157,6 @@ def test_a_block_that_an_earlier_life_has_torn_is_written_again_before_its_write
     tmp_path: Path,
 ) -> None:
     assert _write_over_a_torn_block(tmp_path) == [DONE] * 4
-
-
-def test_a_whole_block_of_an_earlier_life_is_not_written_again(tmp_path: Path) -> None:
-    store = open_at(tmp_path)
-    write(store, *range(4))
-    store.close()
-    before = segment_paths(tmp_path)[0].read_bytes()
-    store = open_at(tmp_path)
-    assert write(store, *range(4)) == [DONE] * 4 and store.usage().num_used == 4
-    store.close()
-    assert segment_paths(tmp_path)[0].read_bytes() == before
 
 
 @pytest.mark.parametrize("first", [read, write])
@@ -252,99 +210,4 @@ def test_blocks_of_another_format_are_misses(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(format_module, "FORMAT", format_module.FORMAT + 1)
     store = open_at(tmp_path)
     assert those_in(store, range(10)) == set() and write(store, 1) == [DONE]
-    store.close()
-
-
-def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=80)
-    write(store, *range(80))
-    store.close()
-    store = open_at(tmp_path, num_slots=20)
-    assert num_bytes_in(tmp_path) <= max_bytes_for(20)
-    left = those_in(store, range(80))
-    assert 0 < len(left) < 80 and read(store, *left) == [DONE] * len(left)
-    store.close()
-
-
-@pytest.mark.parametrize("size", [0, 100, SECTOR_BYTES, SECTOR_BYTES + 3 * slot_bytes(SPACE.block_bytes) + 7])
-def test_a_file_cut_short_is_extended_again_and_loses_what_was_cut(tmp_path: Path, size: int) -> None:
-    store = open_at(tmp_path, num_slots=80)
-    write(store, *range(8))
-    before = segment_paths(tmp_path)[0].stat().st_size
-    store.close()
-    os.truncate(segment_paths(tmp_path)[0], size)
-    store = open_at(tmp_path, num_slots=80)
-    assert len(those_in(store, range(8))) == max(0, (size - SECTOR_BYTES) // slot_bytes(SPACE.block_bytes))
-    assert write(store, *range(8)) == [DONE] * 8 and read(store, *range(8)) == [DONE] * 8
-    assert segment_paths(tmp_path)[0].stat().st_size == before
-    store.close()
-
-
-def test_a_file_that_has_grown_is_cut_back(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=80)
-    write(store, *range(8))
-    before = num_bytes_in(tmp_path)
-    store.close()
-    with segment_paths(tmp_path)[0].open("ab") as file:
-        file.write(b"x" * 100_000)
-    store = open_at(tmp_path, num_slots=80)
-    assert num_bytes_in(tmp_path) <= before + 16 and read(store, *range(8)) == [DONE] * 8
-    store.close()
-
-
-def test_a_file_cut_short_on_a_full_disk_is_used_as_it_is(tmp_path: Path) -> None:
-    class Full(DiskIo):
-        def fallocate(self, fd: int, num_bytes: int) -> None:
-            raise OSError(28, "full")
-
-    store = open_at(tmp_path, num_slots=200)
-    write(store, *range(20))
-    store.close()
-    os.truncate(segment_paths(tmp_path)[0], segment_bytes(12, SPACE.block_bytes))
-    store = open_at(tmp_path, num_slots=200, io=Full())
-    left = those_in(store, range(20))
-    assert left and read(store, *left) == [DONE] * len(left)
-    assert DONE in write(store, *range(100, 110))
-    store._now.index.check()
-    store.close()
-
-
-# ------------------------------------------------------------------------------------------------------- size
-
-
-def test_many_blocks_are_found_again(tmp_path: Path) -> None:
-    """Slots larger than what is read whole, so that heads are read one by one."""
-    space = Space(b"s" * 32, 60_000)
-    store = open_ssd(tmp_path, 1 << 28, space, "lru")
-    block = memoryview(bytes(60_000))
-    keys = [key_of(number) for number in range(1000)]
-    assert store.write(keys, list(range(1000)), [block] * 1000) == [DONE] * 1000
-    abandon(store)
-    store = open_ssd(tmp_path, 1 << 28, space, "lru")
-    assert store.wait_scanned(WAIT_S) and store.find(keys) == 1000
-    store.close()
-
-
-def test_what_is_written_before_the_scan_is_newer_than_an_earlier_copy_though_the_clock_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The earlier copy is torn: if it counted after the next start, a block that was persisted would be
-    lost."""
-    store = open_at(tmp_path)
-    assert write(store, 1) == [Outcome.DONE]
-    store.close()
-    (path, *_) = segment_paths(tmp_path)
-    image = bytearray(path.read_bytes())
-    image[2 * SECTOR_BYTES + 100] ^= 1
-    path.write_bytes(image)
-    monkeypatch.setattr(index_module.time, "time_ns", lambda: 1000)
-    disk = _Paced()
-    store = open_at(tmp_path, io=disk, scanned=False)
-    assert write(store, 1) == [Outcome.DONE]
-    store.persist()
-    disk.let_all_through()
-    assert store.wait_scanned(WAIT_S)
-    store.close()
-    store = open_at(tmp_path)
-    assert read(store, 1) == [Outcome.DONE]
     store.close()

@@ -4,9 +4,7 @@ all."""
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
 from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
+from penstock.kv.tiers.store import Outcome, Written
 from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
-    GatedDisk,
     HookedDisk,
     QuickDisk,
     abandon,
@@ -66,22 +63,6 @@ def store(tmp_path: Path) -> SsdStore:
     return open_at(tmp_path, NUM_SLOTS)
 
 
-def test_it_is_a_store_of_manifests_that_pins(store: SsdStore) -> None:
-    assert isinstance(store, ManifestStore) and isinstance(store, PinningStore)
-
-
-def test_pinned_blocks_outlive_a_stream_of_others_and_the_others_find_room(store: SsdStore) -> None:
-    keys = manifest().block_keys
-    write_keys(store, keys)
-    store.pin_keys("a", keys)
-    assert set(churn(store)) == {Outcome.DONE}
-    assert store.num_leading(keys) == len(keys)
-    store._now.index.check()
-    store.unpin_keys("a")
-    churn(store, 5000)
-    assert store.num_leading(keys) == 0
-
-
 def test_nothing_is_written_over_what_is_pinned_even_where_nothing_else_is_left(tmp_path: Path) -> None:
     store = open_at(tmp_path, NUM_SLOTS)
     numbers = range(store.usage().num_slots or 0)
@@ -107,19 +88,6 @@ def test_after_a_restart_they_are_pinned_before_anything_is_written(tmp_path: Pa
     assert again.wait_scanned(60.0)
     churn(again, 9000)
     assert again.num_leading(taken.block_keys) == len(taken.block_keys)
-    again.close()
-
-
-def test_a_smaller_tier_keeps_what_it_can(tmp_path: Path) -> None:
-    store, taken = open_at(tmp_path, NUM_SLOTS), manifest()
-    write_keys(store, taken.block_keys)
-    store.persist()
-    store.write_manifest(taken.id, pack(taken), None)
-    store.close()
-    again = open_at(tmp_path, 12)
-    assert again.manifests() == [taken.id]
-    churn(again)
-    again._now.index.check()
     again.close()
 
 
@@ -200,31 +168,6 @@ def test_a_manifest_that_cannot_be_used_pins_nothing_and_stays(tmp_path: Path, w
     assert again.num_leading(taken.block_keys) == 0
     assert again.manifests() == [taken.id]
     again.close()
-
-
-def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
-    store = open_at(tmp_path, NUM_SLOTS)
-    os.symlink("/etc/hostname", tmp_path / f"penstock-{manifest().id}.snapshot")
-    with pytest.raises(StoreFailed):
-        store.read_manifest(manifest().id)
-    os.unlink(tmp_path / f"penstock-{manifest().id}.snapshot")
-    store.close()
-
-
-def test_a_pin_during_a_write_covers_the_block_that_lands(tmp_path: Path) -> None:
-
-    disk = GatedDisk()
-    store, keys = open_at(tmp_path, NUM_SLOTS, disk), manifest().block_keys
-    disk.gates["pwritev"].clear()
-    writing = threading.Thread(target=write_keys, args=(store, keys))
-    writing.start()
-    assert disk.there["pwritev"].wait(60.0)
-    store.pin_keys("a", keys)
-    disk.gates["pwritev"].set()
-    writing.join(60.0)
-    churn(store)
-    assert store.num_leading(keys) == len(keys)
-    store.close()
 
 
 # ------------------------------------------------------------------------------------- any order of all of it

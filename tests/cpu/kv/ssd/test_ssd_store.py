@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd import store as store_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo, is_aligned
 from penstock.kv.tiers.ssd.store import SsdStore
@@ -23,8 +22,6 @@ from tests.cpu.kv.ssd.ssd_rig import (
     QuickDisk,
     bytes_of,
     key_of,
-    max_bytes_for,
-    num_bytes_in,
     open_at,
     read,
     segment_paths,
@@ -43,15 +40,6 @@ def store(tmp_path: Path) -> Iterator[SsdStore]:
 
 
 # --------------------------------------------------------------------------------------------- read and write
-
-
-def test_what_was_written_is_found_and_read(store: SsdStore) -> None:
-    assert write(store, *range(20), 30) == [DONE] * 21
-    assert store.find([key_of(number) for number in range(40)]) == 20 and store.find([]) == 0
-    assert read(store, *range(20)) == [DONE] * 20
-    assert read(store, 20, 2, 40, 2, 30) == [Outcome.MISSING, DONE, Outcome.MISSING, DONE, DONE]
-    assert write(store, 1, 21, 21) == [DONE] * 3, "what is there is not written again"
-    assert store.usage().num_used == 22
 
 
 def test_neighbouring_blocks_are_one_call_of_the_system(
@@ -132,31 +120,6 @@ def test_two_writers_of_one_block_get_the_outcome_of_the_one_write(tmp_path: Pat
 # ----------------------------------------------------------------------------------------- bound and eviction
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("num_slots", [1, 7, 40])
-def test_the_files_never_grow_beyond_the_bound(tmp_path: Path, eviction, num_slots: int) -> None:  # type: ignore[no-untyped-def]
-    store = open_at(tmp_path, num_slots=num_slots, eviction=eviction)
-    num_slots_got = store.usage().num_slots
-    assert num_slots_got is not None and num_slots_got >= num_slots
-    for first in range(0, 3 * num_slots_got, 5):
-        assert DONE in write(store, *range(first, first + 5))
-        assert num_bytes_in(tmp_path) <= max_bytes_for(num_slots)
-        assert store.usage().num_used <= num_slots_got
-    assert len(those_in(store, range(4 * num_slots_got))) == num_slots_got, "every slot is used"
-    store._now.index.check()
-    store.close()
-
-
-def test_files_are_made_when_they_are_needed(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=80)
-    assert not segment_paths(tmp_path)
-    write(store, 0)
-    assert len(segment_paths(tmp_path)) == 1
-    write(store, *range(40))
-    assert 1 < len(segment_paths(tmp_path)) < 8
-    store.close()
-
-
 def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,17 +142,6 @@ def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_
     assert write(store, 1, 2) == [DONE, DONE]
     assert those_in(store, range(200)) == {0, 1, 2, *range(100, 99 + num_free)}
     assert len(segment_paths(tmp_path)) == 2
-    store.close()
-
-
-def test_what_was_used_last_stays(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=16)
-    num_slots = store.usage().num_slots
-    assert num_slots is not None
-    write(store, *range(num_slots))
-    read(store, 0, 1)
-    write(store, *range(100, 100 + num_slots - 2))
-    assert those_in(store, range(num_slots)) == {0, 1}
     store.close()
 
 
@@ -258,8 +210,7 @@ def _together(*works: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("resets", [False, True])
-def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct: bool, resets: bool) -> None:
+def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct: bool) -> None:
     store = open_at(tmp_path, num_slots=40, io=None if direct else QuickDisk())
     num_done = [0] * 6
     writers_gone = threading.Semaphore(0)
@@ -286,8 +237,7 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
     def other() -> None:
         for _ in range(10):
             store.persist()
-            if resets:
-                store.reset()
+            store.reset()
             store.probe()
 
     works = [lambda who=who: reader(who) for who in range(3)] + [
@@ -296,39 +246,6 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
     _together(*works, other)
     assert sum(num_done[:3]) > 0 and sum(num_done[3:]) > 0
     assert not store._now.index._writing
-    store._now.index.check()
-    store.close()
-
-
-def test_all_may_write_the_same_blocks_at_once(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=64)
-    got: list[list[Outcome]] = []
-
-    def work(seed: int) -> None:
-        numbers = random.Random(seed).sample(range(30), 30)
-        got.append(write(store, *numbers))
-        got.append(read(store, *numbers))
-
-    _together(*[lambda seed=seed: work(seed) for seed in range(6)])  # type: ignore[misc]
-    assert all(outcomes == [Outcome.DONE] * 30 for outcomes in got), (
-        "whoever was told DONE can read it at once"
-    )
-    assert store.usage().num_used == 30
-    store.close()
-
-
-def test_reads_and_writes_go_on_during_a_scan(tmp_path: Path) -> None:
-    store = open_at(tmp_path, num_slots=200)
-    write(store, *range(100))
-    store.close()
-    store = open_at(tmp_path, num_slots=200, scanned=False)
-    _together(
-        lambda: [read(store, *range(0, 100, 3)) for _ in range(10)] and None,
-        lambda: [write(store, *range(number, number + 20)) for number in range(0, 120, 10)] and None,
-        lambda: [store.persist() for _ in range(5)] and None,
-    )
-    assert store.wait_scanned(60.0)
-    assert read(store, *range(120)) == [Outcome.DONE] * 120
     store._now.index.check()
     store.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
-from penstock.kv.tiers.ssd.segments import SlotHead, pack_slot, slot_bytes, unpack_segment
-from penstock.kv.tiers.ssd.survey import SpaceSurvey, clear, inspect, verify
-from penstock.kv.tiers.store import Envelope, Outcome, Space, pack
+from penstock.kv.tiers.ssd.segments import pack_slot, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd.survey import clear, inspect, verify
+from penstock.kv.tiers.store import Outcome, pack
 from tests.cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 
 WIDTH = slot_bytes(BLOCK_BYTES)
@@ -46,31 +45,6 @@ def test_inspect_counts_files_slots_and_blocks(tmp_path: Path) -> None:
     assert list(found.spaces) == [SPACE.digest.hex()]
     assert (space.num_blocks, space.num_bytes) == (30, 30 * BLOCK_BYTES) and 0 < space.oldest < space.newest
     assert found.num_good is None and not found.damaged
-
-
-def test_inspect_reads_heads_of_large_slots_one_by_one(tmp_path: Path) -> None:
-    space = Space(b"s" * 32, 60_000)
-    store = open_at(tmp_path, space=space)
-    write(store, *range(10), num_bytes=60_000)
-    store.close()
-    assert inspect(tmp_path).num_blocks == 10 and verify(tmp_path, _ignore).num_good == 10
-
-
-def test_blocks_that_were_reset_are_not_counted(tmp_path: Path) -> None:
-    store = open_at(tmp_path)
-    write(store, *range(30))
-    store.reset()
-    write(store, 50)
-    store.close()
-    assert inspect(tmp_path).num_blocks == verify(tmp_path, _ignore).num_good == 1
-
-
-def test_verify_finds_all_blocks_good_and_tells_how_far_it_is(tmp_path: Path) -> None:
-    _filled(tmp_path)
-    told: list[tuple[int, int]] = []
-    found = verify(tmp_path, lambda done, total: told.append((done, total)))
-    assert found.num_good == 30 and not found.torn and not found.corrupt
-    assert told == sorted(told) and told[-1] == (found.num_slots, found.num_slots)
 
 
 def test_verify_names_what_is_torn_and_what_is_corrupt(tmp_path: Path) -> None:
@@ -148,16 +122,6 @@ def test_a_directory_that_is_missing_or_somebody_elses_is_refused(
         with pytest.raises(ConfigError, match=why):
             call(path)
     assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["thesis.txt"]
-
-
-def test_a_survey_knows_the_oldest_and_the_newest_block_in_whatever_order_they_lie() -> None:
-    for sequences in itertools.permutations((10, 20, 30)):
-        space = SpaceSurvey()
-        for slot, sequence in enumerate(sequences):
-            space.add(
-                SlotHead(Envelope(key_of(slot), b"s" * 32, 100, sequence, b"c" * 16), b"g" * 16, 0, slot, 0)
-            )
-        assert (space.oldest, space.newest, space.num_blocks, space.num_bytes) == (10, 30, 3, 300)
 
 
 @pytest.mark.parametrize("newer_first", [False, True])
