@@ -125,6 +125,13 @@ def test_an_answer_is_a_message_of_blocks_whole_and_streamed() -> None:
         assert first["output_tokens"] == again["output_tokens"] == len("It is warm.") + 1
 
 
+def test_an_answer_without_text_has_an_empty_block() -> None:
+    with serving(saying("")) as served:
+        for message in (answer(served), put_together(events(served))):
+            assert message["content"] == [{"type": "text", "text": ""}]
+            assert message["stop_reason"] == "end_turn"
+
+
 def test_why_an_answer_ended() -> None:
     with serving(saying("one two three"), max_concurrent=4) as served:
         for fields, reason, sequence, text in (
