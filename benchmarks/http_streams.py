@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -49,7 +50,12 @@ def summary(
         "gap_p50_ms": 1000 * ordered[len(ordered) // 2],
         "gap_p99_ms": 1000 * ordered[int(len(ordered) * 0.99)],
         "ttft_p50_ms": 1000 * statistics.median(firsts),
+        "ttft_p99_ms": 1000 * sorted(firsts)[int(len(firsts) * 0.99)],
     }
+
+
+def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def prompts(seed: int, num_tokens: int) -> list[int]:
@@ -57,11 +63,13 @@ def prompts(seed: int, num_tokens: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(num_tokens)]
 
 
-def questions(args: argparse.Namespace, streams: int, stream: int) -> list[tuple[list[int], int]]:
+def questions(
+    args: argparse.Namespace, streams: int, stream: int, run: int = 0
+) -> list[tuple[list[int], int]]:
     """What one stream asks: prompts, and how many tokens of an answer it wants."""
     found = []
     for number in range(ROUNDS.get(streams, OTHER_ROUNDS)):
-        seed = hash((streams, stream, number))
+        seed = hash((streams, stream, number, run))
         output = round(args.output * random.Random(seed + 1).uniform(1 - args.spread, 1 + args.spread))
         found.append((prompts(seed, args.prompt), output))
     return found
@@ -112,13 +120,13 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
     engine = build(config_of(cli.make_parser().parse_args(["serve", *rest])))
     loop = EngineLoop(engine)
     loop.start()
-    found = {}
-    for streams in args.streams:
+    found: dict[int, list[dict[str, float]]] = {streams: [] for streams in args.streams}
+    for streams, run in itertools.product(args.streams, range(args.repeat)):
         gaps: list[float] = []
         firsts: list[float] = []
         over: SimpleQueue[Asking] = SimpleQueue()
         for asking in [
-            Asking(gaps, firsts, over, questions(args, streams, stream)) for stream in range(streams)
+            Asking(gaps, firsts, over, questions(args, streams, stream, run)) for stream in range(streams)
         ]:
             over.put(asking)
         begun = time.perf_counter()
@@ -131,7 +139,8 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
                 engine.submit(prompt, sampling, asking)
             else:
                 left -= 1
-        found[streams] = summary(num_wanted(args, streams), time.perf_counter() - begun, gaps, firsts)
+        taken_s = time.perf_counter() - begun
+        found[streams].append(summary(num_wanted(args, streams), taken_s, gaps, firsts))
     print(json.dumps(found), flush=True)
     loop.close(0.0)
 
@@ -206,12 +215,12 @@ async def client(host: str, port: int, streams: list[list[bytes]]) -> None:
 
 
 def run_client(argv: list[str]) -> None:
-    host, port, model, streams, first, step, prompt, output, spread = argv
+    host, port, model, streams, run, first, step, prompt, output, spread = argv
     args = argparse.Namespace(prompt=int(prompt), output=int(output), spread=float(spread))
     bodies = []
     for stream in range(int(first), int(streams), int(step)):
         asked = []
-        for asked_prompt, wanted in questions(args, int(streams), stream):
+        for asked_prompt, wanted in questions(args, int(streams), stream, int(run)):
             body = {"model": model, "prompt": asked_prompt, "max_tokens": wanted}
             data = json.dumps(
                 {**body, "temperature": 0, "ignore_eos": True, "seed": 1, "stream": True}
@@ -225,20 +234,23 @@ def run_client(argv: list[str]) -> None:
     asyncio.run(client(host, int(port), bodies))
 
 
-def over_http(args: argparse.Namespace, rest: list[str], api: list[str]) -> dict[int, dict[str, float]]:
+def over_http(args: argparse.Namespace, rest: list[str], api: list[str]) -> dict[int, list[dict[str, float]]]:
     serve = ["-m", "penstock", "serve", "--port", "0", "--max-concurrent", "1024", "--log-level", "warning"]
     command = [sys.executable, *serve, *rest, *api]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = next(line for line in server.stdout if line.startswith(READY)).removeprefix(READY).strip()
         try:
-            return {streams: measure(args, url, streams) for streams in args.streams}
+            return {
+                streams: [measure(args, url, streams, run) for run in range(args.repeat)]
+                for streams in args.streams
+            }
         finally:
             server.terminate()
             server.wait(120)
 
 
-def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float]:
+def measure(args: argparse.Namespace, url: str, streams: int, run: int) -> dict[str, float]:
     from urllib.request import urlopen
 
     host, _, port = url.removeprefix("http://").rpartition(":")
@@ -253,7 +265,7 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
             host,
             port,
             model,
-            *map(str, (streams, first, num_clients, *asked)),
+            *map(str, (streams, run, first, num_clients, *asked)),
         ]
         for first in range(num_clients)
     ]
@@ -294,6 +306,7 @@ def main() -> None:
         spread=(0.0, "answers are so much longer or shorter, as a share of --output"),
         clients=(max(1, min(8, (os.cpu_count() or 2) // 2)), "processes"),
         processes=("0,", "values of --api-processes; an empty one is the default"),
+        repeat=(1, "runs of each; medians are shown, and the least and most tokens per second"),
     )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
@@ -302,30 +315,36 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "--in-process", *sys.argv[1:]]
     here = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    base = {int(num): figures for num, figures in json.loads(here.stdout.splitlines()[-1]).items()}
+    base = {int(num): runs for num, runs in json.loads(here.stdout.splitlines()[-1]).items()}
     found = {"in process": base}
     for value in args.processes.split(","):
         api = ["--api-processes", value] if value else []
         found[f"HTTP, --api-processes {value}" if value else "HTTP, default"] = over_http(args, rest, api)
-    rows = [
-        {
-            "name": name,
-            "streams": num,
-            **figures,
-            "rate": figures["tokens_per_s"] / base[num]["tokens_per_s"],
-            "gap": figures["gap_p50_ms"] / base[num]["gap_p50_ms"],
-        }
-        for name, by_streams in found.items()
-        for num, figures in by_streams.items()
-    ]
+    rows = []
+    for name, by_streams in found.items():
+        for num, runs in by_streams.items():
+            middle, at_once = medians(runs), medians(base[num])
+            rates = sorted(run["tokens_per_s"] for run in runs)
+            rows.append(
+                {
+                    "name": name,
+                    "streams": num,
+                    **middle,
+                    "least": rates[0],
+                    "most": rates[-1],
+                    "rate": middle["tokens_per_s"] / at_once["tokens_per_s"],
+                }
+            )
     columns = [
         ("streams", "streams"),
         ("tok/s", "tokens_per_s"),
+        ("least", "least"),
+        ("most", "most"),
         ("of in process", "rate", 2),
         ("gap p50 ms", "gap_p50_ms", 2),
-        ("of in process", "gap", 2),
         ("gap p99 ms", "gap_p99_ms", 2),
-        ("ttft ms", "ttft_p50_ms", 1),
+        ("ttft p50 ms", "ttft_p50_ms", 1),
+        ("ttft p99 ms", "ttft_p99_ms", 1),
     ]
     show(rows, [text("", "name"), *columns])
     write(args.json, found)
