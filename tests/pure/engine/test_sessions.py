@@ -270,13 +270,14 @@ def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
 
 def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> None:
     world = World()
+    world.now_s += 0.5
     world.ends("chat", talk(0, 3), retain_s=60)
     assert world.figures.retained_blocks == 3
     assert [want.prefix.keys for want in world.storage.wants] == [keys_of(talk(0, 3))]
-    world.now_s += 59.5
+    world.now_s += 59.75
     world.run()
     assert world.storage.wants
-    world.now_s += 1.5  # the second in which it ends begins
+    world.now_s += 0.75  # the second in which it ends is over
     world.run()
     assert not world.storage.wants
     assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
