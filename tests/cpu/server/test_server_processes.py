@@ -248,6 +248,30 @@ def test_the_first_signal_waits_for_requests_the_second_does_not_and_the_third_k
         parent.run(play)
 
 
+def test_a_signal_that_comes_while_another_is_obeyed_counts(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a user who presses Ctrl-C twice."""
+    listener, signals = parent.supervisor.listener, iter([signal.SIGINT])
+
+    def close() -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+        listener.close()
+
+    def play(parent: Parent) -> None:
+        engine = parent.engine()
+        parent.front()
+        parent.wait_announced()
+        monkeypatch.setattr(parent.supervisor, "listener", SimpleNamespace(close=close))
+        os.kill(os.getpid(), signal.SIGINT)
+        for now in (False, True):
+            assert engine.hear(boundary.Stop) == boundary.Stop(now)
+
+    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
+        parent.run(play)
+
+
 def test_what_ends_badly_while_the_server_ends_is_an_error_of_the_server(parent: Parent) -> None:
     def play(parent: Parent) -> None:
         engine = parent.engine()
