@@ -304,7 +304,7 @@ def _executor(
         target_pass,
         paged,
         PromptLogprobsPass(target, uploads),
-        SamplePass(sampler, rows, masks, uploads),
+        SamplePass(sampler, rows, masks, uploads, replays),
         None if drafts is None else DraftPass(drafts, rows, replays),
     ]
     present = tuple(one for one in passes if one is not None)

@@ -256,12 +256,17 @@ class DraftPass(Pass):
                 self._captured(bucket, choice)
 
     def _captured(self, bucket: Shape, choice: DrawKind) -> CapturedPass:
-        num_drafts = self.drafts.pending.shape[1] - 1
-        return self._replays.get_pass(
-            bucket,
-            choice,
-            lambda flow, nexts, lasts, rows: self.drafts.run(flow, nexts, lasts, rows, num_drafts, choice),
-        )
+        num_drafts, device = self.drafts.pending.shape[1] - 1, self.drafts.pending.device
+
+        def room(size: int) -> tuple[Tensor, ...]:
+            """The next tokens, the last token and the row of each request."""
+            nexts, rows = (torch.zeros(size, dtype=torch.int32, device=device) for _ in range(2))
+            return nexts, torch.arange(size, device=device), rows
+
+        def run(flow: Flow, tensors: tuple[Tensor, ...]) -> None:
+            self.drafts.run(flow, *tensors, num_drafts, choice)
+
+        return self._replays.get_pass(bucket, choice, room, run)
 
     def _accesses(self, step: Step, choice: DrawKind) -> list[Access]:
         limits, rows = step.limits, step.packed.samples()[0]
@@ -307,8 +312,8 @@ def _fill(step: Step, captured: CapturedPass) -> None:
 
     made, step.outputs.made = step.outputs.made, None
     assert made is not None
-    into = captured.nexts, captured.lasts, captured.rows
-    triton_steps.fill_pass(made.tokens, made.lasts, step.flow.bound_inputs().sample_rows, into)
+    rows = step.flow.bound_inputs().sample_rows
+    triton_steps.fill_pass(made.tokens, made.lasts, rows, captured.tensors)
 
 
 def blank(arena: Tensor, write_at: Tensor) -> None:

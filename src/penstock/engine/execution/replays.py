@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -103,13 +104,11 @@ def _in_order(shape: Shape) -> tuple[bool, int, int, bool]:
 
 
 class CapturedPass(NamedTuple):
-    """The captured draft passes after a captured step's sampling: they read these tensors and the step's
-    own."""
+    """Captured work after a captured step, such as its sampling, and the tensors that hold its inputs and
+    results."""
 
     replay: Replay
-    nexts: Tensor  # int32 [T]
-    lasts: Tensor  # int64 [T]
-    rows: Tensor  # int32 [T]
+    tensors: tuple[Tensor, ...]
 
 
 class Replays:
@@ -185,25 +184,29 @@ class Replays:
         return captured
 
     def get_pass(
-        self, bucket: Shape, kind: Hashable, run: Callable[[Flow, Tensor, Tensor, Tensor], None]
+        self,
+        bucket: Shape,
+        kind: Hashable,
+        room: Callable[[int], tuple[Tensor, ...]],
+        run: Callable[[Flow, tuple[Tensor, ...]], None],
     ) -> CapturedPass:
         """`run` after the captured step of `bucket`, captured now if needed; `kind` distinguishes several of
-        them."""
+        them. `room` makes its tensors for so many tokens."""
         found = self._passes.get((bucket, kind))
         if found is None:
-            flow, size, device = self.get(bucket).flow, bucket.num_tokens, self.inputs.device
-            made: list[Tensor] = []
-
-            def make() -> None:  # on the lane, which does not wait for other streams
-                made.extend(torch.zeros(size, dtype=torch.int32, device=device) for _ in range(2))
-                made.append(torch.arange(size, device=device))
-
-            self._lane.submit(make, label="padding").wait_done()
-            nexts, rows, lasts = made
-            ops = [("draft", lambda: run(flow, nexts, lasts, rows))]
-            replay = self._record(f"drafts of {bucket.num_tokens}{' deep' if bucket.deep else ''}", ops)
-            found = self._passes[bucket, kind] = CapturedPass(replay, nexts, lasts, rows)
+            flow, tensors = self.get(bucket).flow, self._made(partial(room, bucket.num_tokens))
+            name = f"{kind} after {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}"
+            replay = self._record(name, [("pass", lambda: run(flow, tensors))])
+            found = self._passes[bucket, kind] = CapturedPass(replay, tensors)
         return found
+
+    def _made(self, room: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """On the lane: a GPU's lane does not wait for other streams."""
+        if self.inputs.device.type != "cuda":
+            return room()
+        made = list[Tensor]()
+        self._lane.submit(lambda: made.extend(room()), label="padding").wait_done()
+        return tuple(made)
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() for tensor in (self.inputs, *self._others()))

@@ -3,6 +3,7 @@ parameters and keys of draws, on the device the last token, counts for penalties
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,18 @@ LEAST_NOISE = -4.0  # below any other value from a float32 uniform number
 LEAST_TEMPERATURE = 1e-5  # lower ones count as greedy
 
 
+class SampleKind(enum.Enum):
+    """Ways to sample that need only the logits and the parameters of a step, so that a replay can do it."""
+
+    GREEDY = "greedy"
+    RANDOM = "random"
+    FILTERED = "filtered"
+
+    def plan(self) -> SamplePlan:
+        no_rows, filters = np.empty(0, np.int32), self is SampleKind.FILTERED
+        return SamplePlan(no_rows, self is SampleKind.GREEDY, False, filters, [], None)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
     """How the rows of one step are sampled; decided on the host, so that a greedy step costs only an
@@ -44,6 +57,15 @@ class SamplePlan:
     biases: bool = False  # any row has some; then `penalties` is set too
     random: bool = False  # any row is sampled
     ends: bool = False  # a row may be too short to end; then state of rows is needed
+
+    @property
+    def kind(self) -> SampleKind | None:
+        """None if state of rows or logprobs are needed."""
+        if self.penalties or self.ends or max(self.num_logprobs, default=-1) >= 0:
+            return None
+        if self.greedy:
+            return SampleKind.GREEDY
+        return SampleKind.FILTERED if self.filters else SampleKind.RANDOM
 
 
 class Rows:
@@ -207,11 +229,16 @@ class Allowed(NamedTuple):
     at: Tensor  # int64 [C]: which of the sampled rows are constrained
     words: Tensor  # int32 [C, vocab / 32, rounded up]: a bit per token
 
-    def masked(self, logits: Tensor) -> Tensor:
-        """`logits` with minus infinity for tokens that are not allowed; other rows are unchanged."""
-        bits = (self.words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    def forbid(self, logits: Tensor) -> None:
+        """Set the tokens of `logits` that are not allowed to minus infinity; other rows are unchanged."""
+        if logits.is_cuda:
+            from penstock.engine.execution import triton_steps
+
+            triton_steps.forbid(logits, self.at, self.words)
+            return
+        bits = (self.words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
         forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
-        return logits.index_copy(0, self.at, logits[self.at].masked_fill(forbidden, -torch.inf))
+        logits.index_copy_(0, self.at, logits[self.at].masked_fill(forbidden, -torch.inf))
 
 
 def drafts_of(step_tokens: Tensor, starts: Tensor, num_drafts: int) -> Tensor:
@@ -329,9 +356,13 @@ class Sampler:
         drafting: DraftedInputs | None = None,
     ) -> SampleOutput:
         """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Writes the choice
-        to `last_tokens`. With drafts, rows after the first rejected one have no token."""
+        to `last_tokens`. With drafts, rows after the first rejected one have no token. `logits` lose the
+        tokens that `allowed` forbids, unless logprobs are wanted."""
         self._require_lane()
-        open_logits = logits if allowed is None else allowed.masked(logits)
+        num_top, open_logits = max(plan.num_logprobs, default=-1), logits
+        if allowed is not None:
+            open_logits = logits if num_top < 0 else logits.clone()
+            allowed.forbid(open_logits)
         if params is None:
             tokens = open_logits.argmax(dim=-1)
         else:
@@ -344,7 +375,6 @@ class Sampler:
             if plan.penalties:
                 self._counts.index_put_((rows.long(), tokens), torch.ones_like(rows), accumulate=True)
         output = SampleOutput(tokens.to(torch.int32), lasts=lasts)
-        num_top = max(plan.num_logprobs, default=-1)
         if num_top >= 0:
             _add_logprobs(output, logits, tokens if drafting is None else tokens.clamp(min=0), num_top)
         return output

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract import Access, Mode, StepPlan
+from penstock.engine.execution.batch import Shape
 from penstock.engine.execution.forward import Flow
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.passes import (
@@ -23,23 +24,41 @@ from penstock.engine.execution.passes import (
     StepOps,
     only,
 )
-from penstock.engine.execution.sampler import Allowed, Rows, Sampler, needs_state, token_logprobs
+from penstock.engine.execution.replays import CapturedPass, Replays
+from penstock.engine.execution.sampler import (
+    NUM_PARAMS,
+    Allowed,
+    Rows,
+    SampleKind,
+    SampleOutput,
+    Sampler,
+    needs_state,
+    token_logprobs,
+)
 from penstock.engine.execution.staging import Uploads, move
 from penstock.models.decoder import Decoder
 
+MOST_SORTED = 64  # rows whose top-k and top-p are captured
 LOGPROB_ROWS = 128  # prompt positions whose logits are held at one time: 128 * 151936 floats are 78 MB
 
 
 class SamplePass(Pass):
-    """Chooses the step's tokens, once masks are there if a grammar applies."""
+    """Chooses the step's tokens, once masks are there if a grammar applies.
+
+    After the replay of a decode step, sampling that needs no state of rows is a replay, too. Op by op, its
+    launches would take longer than a small model's step.
+    """
 
     is_late = True
 
-    def __init__(self, sampler: Sampler, rows: Rows, masks: Masks, uploads: Uploads) -> None:
+    def __init__(
+        self, sampler: Sampler, rows: Rows, masks: Masks, uploads: Uploads, replays: Replays
+    ) -> None:
         self.sampler = sampler
         self._rows = rows
         self._masks = masks
         self._uploads = uploads
+        self._replays = replays
 
     def begin(self, plan: StepPlan, ops: StepOps) -> None:
         for start in plan.starts:
@@ -64,25 +83,89 @@ class SamplePass(Pass):
             return
         step.outputs.sampled = step.outputs.room_for(num, max(plan.num_logprobs))
         state = Access(SAMPLER, plan.rows, ROW_STATE if plan.penalties or plan.ends else LAST, Mode.WRITE)
-        read = [] if step.bucket is None else [only(arena, Mode.READ) for arena in (INPUTS, GRAPHS)]
-        read += [] if step.masks is None else [step.masks.access]
-        step.ops.submit(lambda: self.sample(step), "sample", [state, step.written, *read])
+        read = [] if step.bucket is None else [only(INPUTS, Mode.READ)]
+        graphs = [] if step.bucket is None else [only(GRAPHS, Mode.WRITE)]
+        masks = [] if step.masks is None else [step.masks.access]
+        kind = None if step.bucket is None or step.packed.drafted is not None else plan.kind
+        if step.bucket is None or kind is None or not _is_captured(step.bucket, kind):
+            step.ops.submit(
+                lambda: self.sample(step), "sample", [state, step.written, *read, *graphs, *masks]
+            )
+            return
+        captured = self._captured(step.bucket, kind)
+        if masks or plan.params is not None:
+            step.ops.submit(lambda: self._fill(step, captured), "sampling", [*read, *graphs, *masks])
+        step.ops.replay(captured.replay, [state, *read, *graphs])
+        step.ops.submit(lambda: _hand_on(step, captured), "sampled", [step.written, *graphs])
 
     def sample(self, step: Step) -> None:
         """The op."""
         plan, outputs, inputs = step.sampling, step.outputs, step.flow.bound_inputs()
         assert step.flow.logits is not None and outputs.sampled is not None
-        params, drafted, allowed = None, step.packed.drafted, None
-        if plan.params is not None:
-            end = step.params_at + plan.params.size
-            params = step.ints[step.params_at : end].view(plan.params.shape)
+        drafted = step.packed.drafted
         drafting = None if drafted is None else drafted.views(step.ints, inputs.tokens)
-        if (masks := step.masks) is not None:
-            words = torch.empty(len(masks.host), dtype=torch.int32, device=self._uploads.device)
-            allowed = Allowed(self._uploads.send(masks.at), move(words, masks.host).view(len(masks.at), -1))
-        output = self.sampler.sample(step.flow.logits, inputs.sample_rows, plan, params, allowed, drafting)
+        given = plan, _params(step), self._allowed(step), drafting
+        output = self.sampler.sample(step.flow.logits, inputs.sample_rows, *given)
         move(outputs.sampled, output.packed())
         outputs.made = output
+
+    def _allowed(self, step: Step) -> Allowed | None:
+        if (masks := step.masks) is None:
+            return None
+        words = torch.empty(len(masks.host), dtype=torch.int32, device=self._uploads.device)
+        return Allowed(self._uploads.send(masks.at), move(words, masks.host).view(len(masks.at), -1))
+
+    # ---- captured
+
+    def capture(self, bucket: Shape) -> None:
+        for kind in SampleKind:
+            if _is_captured(bucket, kind):
+                self._captured(bucket, kind)
+
+    def _captured(self, bucket: Shape, kind: SampleKind) -> CapturedPass:
+        device, plan = self._uploads.device, kind.plan()
+
+        def room(size: int) -> tuple[Tensor, ...]:
+            """The parameters, and the chosen tokens."""
+            params = torch.zeros((NUM_PARAMS, size), dtype=torch.int32, device=device)
+            return params, torch.zeros(size, dtype=torch.int32, device=device)
+
+        def run(flow: Flow, tensors: tuple[Tensor, ...]) -> None:
+            params, tokens = tensors
+            assert flow.logits is not None
+            given = None if plan.greedy else params
+            rows = flow.bound_inputs().sample_rows
+            tokens.copy_(self.sampler.sample(flow.logits, rows, plan, given).tokens)
+
+        return self._replays.get_pass(bucket, kind, room, run)
+
+    def _fill(self, step: Step, captured: CapturedPass) -> None:
+        """Parameters to where the replay reads them, and forbidden tokens out of its logits."""
+        if (params := _params(step)) is not None:
+            move(captured.tensors[0], params)
+        if (allowed := self._allowed(step)) is not None:
+            assert step.flow.logits is not None
+            allowed.forbid(step.flow.logits)
+
+
+def _is_captured(bucket: Shape, kind: SampleKind) -> bool:
+    """Steps with prompts take longer than launches do, and so does sorting many rows, which needs much memory
+    besides."""
+    return bucket.is_decode and (kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED)
+
+
+def _params(step: Step) -> Tensor | None:
+    """The parameters of the step's plan on the device."""
+    if (params := step.sampling.params) is None:
+        return None
+    return step.ints[step.params_at : step.params_at + params.size].view(params.shape)
+
+
+def _hand_on(step: Step, captured: CapturedPass) -> None:
+    assert step.outputs.sampled is not None
+    tokens = captured.tensors[1]
+    move(step.outputs.sampled, tokens)
+    step.outputs.made = SampleOutput(tokens)
 
 
 class PromptLogprobsPass(Pass):

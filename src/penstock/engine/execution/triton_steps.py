@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Work of a step besides its layers, as one kernel each: a step of a small model takes a millisecond, a
 launch microseconds. They compute the same as `sampler.gumbel_noise` (up to the last bits of `log`),
-`sampler.kept_tokens`, `target.place_unsure` and `ahead.blank`, where the tensors are
-described."""
+`sampler.Allowed.forbid`, `sampler.kept_tokens`, `target.place_unsure` and `ahead.blank`, where the tensors
+are described."""
 
 from __future__ import annotations
 
@@ -165,6 +165,26 @@ def blank(arena: Tensor, write_at: Tensor) -> None:
         BLOCK_TOKENS=block_tokens,
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
+    )
+
+
+@triton.jit(do_not_specialize=["vocab", "num_words", "at_ptr", "words_ptr"])
+def _forbid_kernel(logits_ptr, at_ptr, words_ptr, vocab, num_words, BLOCK: tl.constexpr):
+    """One program per stretch of a constrained row."""
+    row = tl.load(at_ptr + tl.program_id(1))
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    word = tl.load(words_ptr + tl.program_id(1) * num_words + token // 32, mask=inside, other=-1)
+    forbidden = inside & (((word >> (token % 32)) & 1) == 0)
+    place = logits_ptr + row * vocab + token
+    tl.store(place, tl.full((BLOCK,), float("-inf"), logits_ptr.dtype.element_ty), mask=forbidden)
+
+
+def forbid(logits: Tensor, at: Tensor, words: Tensor) -> None:
+    vocab = logits.shape[-1]
+    assert logits.is_contiguous() and words.is_contiguous() and at.dtype == torch.int64
+    _forbid_kernel[(triton.cdiv(vocab, _BLOCK), len(at))](
+        logits, at, words, vocab, words.shape[1], BLOCK=_BLOCK
     )
 
 

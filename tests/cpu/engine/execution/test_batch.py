@@ -278,22 +278,25 @@ class Reading:
 
 def random_plan(rng: np.random.Generator) -> tuple[tuple[Chunk, ...], int]:
     """Decodes with drafts and without, prompts, sequences whose first blocks are elsewhere, and some that
-    write nothing."""
-    num_decodes, num_prompts = int(rng.integers(0, 5)), int(rng.integers(0, 3))
+    write nothing. Every fourth plan has plain decodes only, which have a way of their own."""
+    is_plain = bool(rng.random() < 0.25)
+    num_decodes, num_prompts = int(rng.integers(is_plain, 5)), 0 if is_plain else int(rng.integers(0, 3))
     num_prompts += num_decodes + num_prompts == 0
     made = []
     for row in range(num_decodes + num_prompts):
         is_decode = row < num_decodes
         num_tokens = 1 if is_decode else int(rng.integers(2, 9))
-        if is_decode and rng.random() < 0.5:
+        if is_decode and not is_plain and rng.random() < 0.5:
             num_tokens += int(rng.integers(1, 5))
-        writes = bool(rng.random() < 0.8) or num_tokens > 1
+        writes = bool(rng.random() < 0.8) or num_tokens > 1 or is_plain
         num_logits = num_tokens if is_decode and num_tokens > 1 else int(rng.integers(0, 2))
         elsewhere = (
-            int(rng.integers(1, 4)) if rng.random() < 0.3 and (num_tokens == 1 or not is_decode) else 0
+            int(rng.integers(1, 4))
+            if not is_plain and rng.random() < 0.3 and (num_tokens == 1 or not is_decode)
+            else 0
         )
         start = int(rng.integers(0, 12)) + elsewhere * BLOCK
-        num_unsure = int(rng.integers(0, 4)) if is_decode and not elsewhere else 0
+        num_unsure = int(rng.integers(0, 4)) if is_decode and not elsewhere and not is_plain else 0
         num_slots = -(-(start + num_tokens) // BLOCK) - elsewhere
         slots = rng.permutation(9)[:num_slots].astype(np.int32) + 10 * row
         num_paged = int(rng.integers(0, elsewhere + 1))
