@@ -20,16 +20,19 @@ class Logits:
     def __init__(self, engine: Engine, monkeypatch: Any) -> None:
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
         sampling = pass_of(engine, SamplePass)
-        whole = sampling.sample
 
-        def sample(step: Any) -> None:
-            flow, inputs = step.flow, step.flow.bound_inputs()
-            kv_lens = dict(zip(inputs.rows.tolist(), inputs.kv_lens.tolist(), strict=True))
-            for row, logits in zip(inputs.sample_rows.tolist(), flow.logits, strict=True):
-                self.seen[row, kv_lens[row] - 1] = logits.float().cpu()
-            whole(step)
+        def looking(op: Any) -> Any:
+            def look(step: Any, *others: Any) -> None:
+                flow, inputs = step.flow, step.flow.bound_inputs()
+                kv_lens = dict(zip(inputs.rows.tolist(), inputs.kv_lens.tolist(), strict=True))
+                for row, logits in zip(inputs.sample_rows.tolist(), flow.logits, strict=True):
+                    self.seen[row, kv_lens[row] - 1] = logits.float().cpu()
+                op(step, *others)
 
-        monkeypatch.setattr(sampling, "sample", sample)
+            return look
+
+        for name in ("sample", "hand_on"):  # op by op, and after a replay
+            monkeypatch.setattr(sampling, name, looking(getattr(sampling, name)))
 
 
 def largest_error(

@@ -96,7 +96,7 @@ class SamplePass(Pass):
         if masks or plan.params is not None:
             step.ops.submit(lambda: self._fill(step, captured), "sampling", [*read, *graphs, *masks])
         step.ops.replay(captured.replay, [state, *read, *graphs])
-        step.ops.submit(lambda: _hand_on(step, captured), "sampled", [step.written, *graphs])
+        step.ops.submit(lambda: self.hand_on(step, captured), "sampled", [step.written, *graphs])
 
     def sample(self, step: Step) -> None:
         """The op."""
@@ -147,6 +147,13 @@ class SamplePass(Pass):
             assert step.flow.logits is not None
             allowed.forbid(step.flow.logits)
 
+    def hand_on(self, step: Step, captured: CapturedPass) -> None:
+        """The op after the replay: the tokens to the host, and to what makes drafts."""
+        assert step.outputs.sampled is not None
+        tokens = captured.tensors[1]
+        move(step.outputs.sampled, tokens)
+        step.outputs.made = SampleOutput(tokens)
+
 
 def _is_captured(bucket: Shape, kind: SampleKind) -> bool:
     """Steps with prompts take longer than launches do, and so does sorting many rows, which needs much memory
@@ -159,13 +166,6 @@ def _params(step: Step) -> Tensor | None:
     if (params := step.sampling.params) is None:
         return None
     return step.ints[step.params_at : step.params_at + params.size].view(params.shape)
-
-
-def _hand_on(step: Step, captured: CapturedPass) -> None:
-    assert step.outputs.sampled is not None
-    tokens = captured.tensors[1]
-    move(step.outputs.sampled, tokens)
-    step.outputs.made = SampleOutput(tokens)
 
 
 class PromptLogprobsPass(Pass):
