@@ -525,6 +525,24 @@ def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path)
             assert stats(server)["pinned_blocks"] == 4
 
 
+def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_may_go(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        for name, prompt in (("first", PROMPT), ("second", OTHER)):
+            ask(server, prompt)
+            take(server, prompt=prompt, name=name)
+    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.00045) as server:
+        scanned(server)
+        assert [(one["id"], one["pinned"]) for one in all_of(server)["data"]] == [
+            ("first", True),
+            ("second", False),
+        ]
+        for name in ("second", "first"):
+            ask(server, MORE, snapshot=name)
+        fill(server)
+        server.http.post("/cache/flush?level=persisted")
+        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0]
+
+
 @pytest.mark.parametrize("num_left", [0, 1, 3])
 def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_computed(
     tmp_path: Path, num_left: int
