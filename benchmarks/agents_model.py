@@ -39,7 +39,7 @@ from penstock.contract import (
     Waits,
 )
 from penstock.engine.scheduling.budget import Budget
-from penstock.engine.scheduling.scheduler import Planned, Scheduler
+from penstock.engine.scheduling.scheduler import Estimates, Planned, Scheduler
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
@@ -158,7 +158,7 @@ class Model:
         )
         bound_s = o.max_overtaken_s if o.scheduling == "cost" else 0.0
         budget = Budget(256, 8192, max_overtaken_s=bound_s, chunk_s=o.chunk_ms / 1000, min_chunk=512)
-        self.scheduler = Scheduler(self.cache, budget, (), self.cache.prefill)
+        self.scheduler = Scheduler(self.cache, budget, (), estimates=Estimates(self.cache.prefill))
         self.compute = ModelLane("compute", self.clock)
         self.arriving: list[tuple[float, int, int, int]] = []  # when, order, user, number
         self.asked: dict[str, Asked] = {}

@@ -23,7 +23,7 @@ import numpy as np
 
 from driver import flags, show, warmed, write
 from penstock.bench.run import random_prompts
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.engine.scheduling.budget import Room
 
@@ -107,7 +107,8 @@ class Bench:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=1)
         for prompt in random_prompts(num, num_tokens, self._vocab, (self._num_runs, kind)):
             made.append(Listener())
-            made[-1].id = self._engine.submit(prompt, sampling, made[-1], cache_salt=str(self._num_runs))
+            asked = Submission(prompt, sampling, cache_salt=str(self._num_runs))
+            made[-1].id = self._engine.submit(asked, made[-1])
         return made
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, SpeculationConfig
-from penstock.contract import SamplingParams, TokenEvent
+from penstock.contract import SamplingParams, Submission, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import DraftPass
@@ -111,11 +111,8 @@ def asked(engine: Engine, temperature: float, num_tokens: int) -> list[list[int]
             tokens.extend(event.tokens)
 
         prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
-        engine.submit(
-            prompt,
-            SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True),
-            listen,
-        )
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        engine.submit(Submission(prompt, sampling), listen)
     return found
 
 

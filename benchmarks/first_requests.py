@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from driver import flags, show, text, write
-from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
+from penstock.contract import Adapter, FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
@@ -62,7 +62,7 @@ class Asker:
         params = SamplingParams(
             **{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, "seed": 1, **sampling}
         )
-        self.engine.submit(prompt, params, listen, adapter=adapter)
+        self.engine.submit(Submission(prompt, params, adapter=adapter), listen)
         return done
 
     def ask(self, num_tokens: int, **sampling: Any) -> None:
@@ -76,8 +76,8 @@ class Asker:
         """Brings a prefix to host memory alone; what is timed is asking for it again."""
         prompt = self.prompt(num_tokens)
         self.send(prompt).result(LIMIT_S)
-        self.engine.wait_flushed("visible", LIMIT_S)
-        self.engine.reset_cache(("device",))
+        self.engine.kv.wait_flushed("visible", LIMIT_S)
+        self.engine.kv.reset(("device",))
         return lambda: self.send(prompt).result(LIMIT_S)
 
     def retract(self) -> float:
@@ -124,7 +124,7 @@ def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, Se
         "fifty sampled": plain(*[60] * 50, temperature=0.8, top_p=0.9, logprobs=2),
         "promotion of 2,000": lambda: asker.promote(2000),
         "promotion of 9,000": lambda: asker.promote(9000),
-        "flush": lambda: lambda: asker.engine.wait_flushed("visible", LIMIT_S),
+        "flush": lambda: lambda: asker.engine.kv.wait_flushed("visible", LIMIT_S),
     }
     if retracts:
         found["retraction"] = lambda: asker.retract

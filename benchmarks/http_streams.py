@@ -112,7 +112,7 @@ class Asking:
 
 def in_process(args: argparse.Namespace, rest: list[str]) -> None:
     from penstock import cli
-    from penstock.contract import SamplingParams
+    from penstock.contract import SamplingParams, Submission
     from penstock.engine.build import build
     from penstock.engine.loop import EngineLoop
     from penstock.flags import config_of
@@ -136,7 +136,7 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
             if asking.asks:
                 prompt, output = asking.next()
                 sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, seed=1)
-                engine.submit(prompt, sampling, asking)
+                engine.submit(Submission(prompt, sampling), asking)
             else:
                 left -= 1
         taken_s = time.perf_counter() - begun

@@ -23,7 +23,7 @@ from typing import Any
 
 from driver import show, warmed, write
 from penstock.bench.report import Column
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, PenstockError, StepFailed
 from penstock.flags import Parser, counts, engine_flags, new_file, positive
@@ -74,7 +74,7 @@ def ask(engine: Engine, stack: Haystack) -> Answer:
     sampling = SamplingParams(
         max_tokens=stack.most_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({stack.stop})
     )
-    engine.submit(stack.all_questions(), sampling, answer)
+    engine.submit(Submission(stack.all_questions(), sampling), answer)
     while engine.has_work():
         if not engine.step():
             engine.wait_work(WAIT_S)

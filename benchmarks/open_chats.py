@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from driver import flags, warmed, write
-from penstock.contract import SamplingParams, TokenEvent
+from penstock.contract import SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
 
 Chat = tuple[list[int], int]  # prompt, length of the answer
@@ -55,7 +55,7 @@ class Client:
             stop=NEVER if self._is_open else (),
         )
         submit, route = self._engine.submit, self._route
-        self._request_id = submit(prompt, sampling, self._hear, cache_salt=route, route=route)
+        self._request_id = submit(Submission(prompt, sampling, cache_salt=route, route=route), self._hear)
 
     def _hear(self, event: TokenEvent) -> None:
         num = min(self._num_left, len(event.tokens))

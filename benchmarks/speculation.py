@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from penstock.bench.report import draw_bars, save_picture
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
-from penstock.contract import FinishReason, Grammar, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, Grammar, SamplingParams, Submission, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import settle_process
@@ -134,7 +134,8 @@ class Run:
         for number, prompt in enumerate(prompts):
             sampling = formed if number < num_formed else free
             self._engine.submit(
-                prompt, sampling, lambda event: self._heard.append((turns.now(), event)), cache_salt=salt
+                Submission(prompt, sampling, cache_salt=salt),
+                lambda event: self._heard.append((turns.now(), event)),
             )
 
     def advance(self, num_steps: int) -> bool:

@@ -3,7 +3,6 @@ the engine's thread and one request at a time."""
 
 from __future__ import annotations
 
-import functools
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from penstock.config import Config
-from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import (
+    Adapter,
+    FinishReason,
+    KvSource,
+    SamplingParams,
+    Submission,
+    TokenEvent,
+    TokenLogprob,
+)
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
@@ -103,7 +110,7 @@ class Answer:
     ) -> None:
         """`begins`: it starts a text, as in a chat; otherwise it continues the prompt's."""
         self._engine = engine
-        self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
+        self._asked = Submission(prompt, sampling, adapter=adapter)
         stops = tuple(map(StopString, sampling.stop))
         self._stream = TextStream(engine.tokenizer, stops, begins, sampling.min_tokens)
         self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader has stopped
@@ -121,7 +128,7 @@ class Answer:
     def begin(self) -> None:
         """Raises if the engine refuses it; then `begin` may be called again."""
         self._submitted_s = time.monotonic()
-        self._request_id = self._submit(self._events.put)
+        self._request_id = self._engine.submit(self._asked, self._events.put)
 
     def cancel(self) -> None:
         """The reader has stopped."""

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config import ResidencyName
 from penstock.errors import ContextExceeded, InvalidRequest, InvariantBroken, PenstockError, TransferFailed
 
 MAX_LOGPROBS = 20
@@ -289,8 +290,26 @@ class Residency(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Submission:
+    """What a caller asks of an engine: one generation."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    id: str = ""  # empty: the engine makes one
+    cache_salt: str = ""
+    adapter: Adapter | None = None  # None: the model as it is
+    priority: int = 0  # lower values run first, before any other criterion
+    session: str = ""  # the client's name for the conversation; empty: none given
+    hint: CacheHint | None = None  # about the KV of its session
+    # what it attends to if it does not fit, and the tokens that always stay; None: as configured
+    residency: ResidencyName | None = None
+    pins: Sequence[tuple[int, int]] | None = None
+    route: str = ""  # such as "chat"; requests of one route produce similar numbers of tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One user generation."""
+    """A `Submission` that an engine has accepted."""
 
     id: str
     prompt: Sequence[int]
@@ -301,11 +320,11 @@ class Request:
     adapter: Adapter | None = None  # None: the model as it is
     # precomputed result of `distinct`
     distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)
-    priority: int = 0  # lower values run first, before any other criterion
-    session: str = ""  # the client's name for the conversation; empty: none given
+    priority: int = 0
+    session: str = ""
     # None: it attends to all of its context, even if that does not fit
     residency: Residency | None = None
-    route: str = ""  # such as "chat"; requests of one route produce similar numbers of tokens
+    route: str = ""
 
     def distinct(self) -> NDArray[np.int32]:
         """The prompt's tokens, each once. If a penalty needs it, the caller of `submit` computes it: a long

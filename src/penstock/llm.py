@@ -32,6 +32,7 @@ from penstock.contract import (
     TokenLogprob,
 )
 from penstock.engine.build import build
+from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
 from penstock.flags import config_from
@@ -79,6 +80,7 @@ class LLM:
         self._show_progress = show_progress
         with self._progress() as progress:
             self._engine = build(fetched(config), progress)
+            self._prompts = _Prompts(self._engine)
             self._loop = EngineLoop(self._engine)
             self._lock = threading.Lock()
             self._closed = False
@@ -132,10 +134,7 @@ class LLM:
         list of them a list. `adapter=` names an adapter; the tokens of `snapshot=` come before each
         prompt."""
         single = isinstance(prompts, str) or _begins_with(prompts, int)
-        made = self._answers(
-            self._asked(False, one, sampling, **options) for one in ([prompts] if single else prompts)
-        )
-        return made[0] if single else made
+        return self._whole(False, prompts, single, sampling, **options)
 
     @overload
     def chat(
@@ -149,11 +148,7 @@ class LLM:
     def chat(self, messages: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
         """The answer to a conversation; with several conversations, their answers in order. `adapter=` names
         an adapter; the messages of `snapshot=` come before each conversation."""
-        single = _begins_with(messages, Mapping)
-        made = self._answers(
-            self._asked(True, one, sampling, **options) for one in ([messages] if single else messages)
-        )
-        return made[0] if single else made
+        return self._whole(True, messages, _begins_with(messages, Mapping), sampling, **options)
 
     async def agenerate(
         self, prompts: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]
@@ -171,25 +166,25 @@ class LLM:
         self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> Iterator[str]:
         """Text as it becomes certain. Closing the iterator cancels the rest."""
-        return _pieces(self._asked(False, prompt, sampling, **options))
+        return _pieces(self._ask(False, prompt, sampling, **options))
 
     def stream_chat(
         self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> Iterator[str]:
         """The same for a conversation."""
-        return _pieces(self._asked(True, messages, sampling, **options))
+        return _pieces(self._ask(True, messages, sampling, **options))
 
     def astream(
         self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> AsyncIterator[str]:
         """As `stream`, for asyncio."""
-        return _async_pieces(self._asked(False, prompt, sampling, **options))
+        return _async_pieces(self._ask(False, prompt, sampling, **options))
 
     def astream_chat(
         self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> AsyncIterator[str]:
         """As `stream_chat`, for asyncio."""
-        return _async_pieces(self._asked(True, messages, sampling, **options))
+        return _async_pieces(self._ask(True, messages, sampling, **options))
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
@@ -206,9 +201,9 @@ class LLM:
         `ttl_s` are over. `generate` and `chat` continue it by name. Blocks until it is saved."""
         is_chat = _begins_with(prompt, Mapping)
         messages = json.dumps([dict(one) for one in cast(Messages, prompt)]) if is_chat else ""
-        data = np.asarray(self._tokens(is_chat, prompt), np.uint32).tobytes()
+        data = np.asarray(self._prompts.tokens(is_chat, prompt), np.uint32).tobytes()
         return self._engine.snapshots.take(
-            SnapshotRequest(name, "", data, tokens, ttl_s, "", self._adapter(adapter), messages)
+            SnapshotRequest(name, "", data, tokens, ttl_s, "", self._prompts.adapter(adapter), messages)
         )
 
     def snapshots(self) -> list[Snapshot]:
@@ -223,48 +218,18 @@ class LLM:
     def _progress(self, several: bool = True) -> contextlib.AbstractContextManager[Progress]:
         return ProgressBar() if self._show_progress and several else contextlib.nullcontext(silent)
 
-    def _tokens(self, is_chat: bool, prompt: Any, add_special: bool = True) -> list[int]:
-        if is_chat:
-            return self._engine.tokenizer.encode_chat(prompt)
-        if isinstance(prompt, str):
-            return self._engine.tokenizer.encode(prompt, add_special=add_special)
-        return list(prompt)
-
-    def _asked(
-        self,
-        is_chat: bool,
-        prompt: Any,
-        sampling: Sampling,
-        adapter: str | None = None,
-        snapshot: str | None = None,
+    def _ask(
+        self, is_chat: bool, prompt: Any, sampling: Sampling, **options: Unpack[AnswerOptions]
     ) -> Answer:
         if self._closed:
             raise EngineClosed("this LLM is closed")
-        loaded, before = self._adapter(adapter), []
-        if snapshot is not None:
-            content = self._engine.snapshots.open(snapshot, "", loaded)
-            if not is_chat:
-                before = np.frombuffer(content.tokens, np.uint32).tolist()
-            elif content.messages:
-                prompt = [*json.loads(content.messages), *prompt]
-            else:
-                raise InvalidRequest(
-                    f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot"
-                )
-        tokens = before + self._tokens(is_chat, prompt, add_special=snapshot is None)
-        if sampling is None:  # as far as the context goes
-            sampling = SamplingParams(**self._engine.sampling)
-            room = self.max_model_len - len(tokens)
-            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
-        return Answer(self._engine, tokens, sampling, loaded, begins=is_chat)
+        return self._prompts.answer(is_chat, prompt, sampling, **options)
 
-    def _adapter(self, name: str | None) -> Adapter | None:
-        if name is None:
-            return None
-        loaded = {one.adapter.name: one.adapter for one in self._engine.adapters.all()}
-        if name not in loaded:
-            raise InvalidRequest(f"there is no adapter {name!r}; loaded are: {', '.join(loaded) or 'none'}")
-        return loaded[name]
+    def _whole(self, is_chat: bool, given: Any, single: bool, sampling: Sampling, **options: Any) -> Any:
+        """One completion, or a list."""
+        asked = [given] if single else given
+        made = self._answers(self._ask(is_chat, one, sampling, **options) for one in asked)
+        return made[0] if single else made
 
     def _answers(self, asked: Iterable[Answer]) -> list[Completion]:
         """All at once, as far as the engine accepts them; the rest as others end. If one fails, the others
@@ -284,6 +249,54 @@ class LLM:
                 for answer in open_:
                     answer.cancel()
         return made
+
+
+class _Prompts:
+    """Makes requests of texts, messages and names."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def tokens(self, is_chat: bool, prompt: Any, add_special: bool = True) -> list[int]:
+        if is_chat:
+            return self._engine.tokenizer.encode_chat(prompt)
+        if isinstance(prompt, str):
+            return self._engine.tokenizer.encode(prompt, add_special=add_special)
+        return list(prompt)
+
+    def answer(
+        self,
+        is_chat: bool,
+        prompt: Any,
+        sampling: Sampling,
+        adapter: str | None = None,
+        snapshot: str | None = None,
+    ) -> Answer:
+        loaded, before = self.adapter(adapter), []
+        if snapshot is not None:
+            content = self._engine.snapshots.open(snapshot, "", loaded)
+            if not is_chat:
+                before = np.frombuffer(content.tokens, np.uint32).tolist()
+            elif content.messages:
+                prompt = [*json.loads(content.messages), *prompt]
+            else:
+                raise InvalidRequest(
+                    f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot"
+                )
+        tokens = before + self.tokens(is_chat, prompt, add_special=snapshot is None)
+        if sampling is None:  # as far as the context goes
+            sampling = SamplingParams(**self._engine.sampling)
+            room = self._engine.max_model_len - len(tokens)
+            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+        return Answer(self._engine, tokens, sampling, loaded, begins=is_chat)
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        loaded = {one.adapter.name: one.adapter for one in self._engine.adapters.all()}
+        if name not in loaded:
+            raise InvalidRequest(f"there is no adapter {name!r}; loaded are: {', '.join(loaded) or 'none'}")
+        return loaded[name]
 
 
 def _begins_with(values: Any, kind: type) -> bool:

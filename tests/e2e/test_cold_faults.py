@@ -176,7 +176,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, alone: Al
             slow.gates["pwritev"].clear()
             ask_as_alone(server, alone, 5)
             with pytest.raises(DeadlineExceeded):
-                server.engine.wait_flushed("persisted", 0.1)
+                server.engine.kv.wait_flushed("persisted", 0.1)
         finally:
             for gate in slow.gates.values():
                 gate.set()
@@ -294,7 +294,7 @@ def test_a_store_that_goes_and_comes_while_requests_are_served(
             asked = asker.submit(ask_as_alone, shared, alone, *NUMBERS, *OTHERS)
             (undo if turn % 2 else trouble)(valkey)
             asked.result(LIMIT_S)
-            shared.engine.reset_cache(("device", "host"))
+            shared.engine.kv.reset(("device", "host"))
     come_back(shared, alone, "remote")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.config import Config
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.loop import EngineLoop
 from penstock.figures import Traffic
 from penstock.kv.tiers.policy import PrefillRate
@@ -73,7 +73,7 @@ class Troubled:
                 if event.finish is not None:
                     over.release()
 
-            self.engine.submit(prompt(number), params, listen)
+            self.engine.submit(Submission(prompt(number), params), listen)
             found.append(collected)
         for _ in numbers:
             assert over.acquire(timeout=LIMIT_S), f"a request hangs: {self.engine.stats().requests}"
@@ -96,12 +96,12 @@ class Troubled:
         return self.traffic.usable[tier]
 
     def persist(self) -> None:
-        self.engine.wait_flushed("persisted", LIMIT_S)
+        self.engine.kv.wait_flushed("persisted", LIMIT_S)
 
     def forget(self) -> None:
         """Device and host memory; what is on its way there or from there has come to an end."""
         until(lambda: not self.engine.is_transferring(), "nothing is on its way")
-        self.engine.reset_cache(("device", "host"))
+        self.engine.kv.reset(("device", "host"))
 
     def close(self) -> None:
         self._loop.close(LIMIT_S)

@@ -13,8 +13,6 @@ import torch
 from tests.cpu.engine.conftest import prompts
 from tests.cpu.engine.test_engine import *  # noqa: F403
 from tests.cpu.engine.test_combined_requests import (
-    test_a_ban_keeps_a_token_out_and_a_bias_of_zero_changes_nothing,
-    test_a_bias_decides_every_token,
     test_a_row_with_fewer_biases_has_none_of_the_request_before,
     test_requests_beside_a_biased_one_are_as_they_are_alone,
     test_tokens_that_the_model_does_not_have_are_refused,
@@ -38,8 +36,6 @@ from penstock.models.registry import BUILT_IN
 pytestmark = pytest.mark.gpu
 __all__ = [
     "prompts",
-    "test_a_ban_keeps_a_token_out_and_a_bias_of_zero_changes_nothing",
-    "test_a_bias_decides_every_token",
     "test_a_row_with_fewer_biases_has_none_of_the_request_before",
     "test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone",
     "test_requests_beside_a_biased_one_are_as_they_are_alone",

@@ -53,7 +53,7 @@ LAYERS = (
                 "pace",
                 "parts",
                 "sessions",
-                "snapshots",
+                "cache_calls",
                 "stats",
                 "turns",
             )

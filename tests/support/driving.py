@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
-from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import (
+    Adapter,
+    FinishReason,
+    KvSource,
+    SamplingParams,
+    Submission,
+    TokenEvent,
+    TokenLogprob,
+)
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 
@@ -59,6 +67,7 @@ def block_bytes(model: str, block_tokens: int) -> int:
     return 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * block_tokens * 4
 
 
+_ASKED = ("id", "residency", "pins", "session", "hint", "priority", "route")  # fields of a Submission
 _WAIT_S = 1.0  # at most, for a transfer or another thread
 
 
@@ -99,13 +108,12 @@ class Collected:
 def submit(
     engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any
 ) -> Collected:
-    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `request_id`, `residency` and
-    `pins` are no sampling's."""
+    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `_ASKED` are no sampling's."""
     collected = Collected()
-    part = {name: sampling.pop(name) for name in ("request_id", "residency", "pins") if name in sampling}
+    part = {name: sampling.pop(name) for name in _ASKED if name in sampling}
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
     collected.request_id = engine.submit(
-        prompt, params, collected.events.append, cache_salt=salt, adapter=adapter, **part
+        Submission(prompt, params, cache_salt=salt, adapter=adapter, **part), collected.events.append
     )
     return collected
 
@@ -147,3 +155,11 @@ def generate(
 def pass_of(engine: Engine, kind: type[_PassKind]) -> _PassKind:
     """The pass of this kind in every step of `engine`."""
     return next(one for one in engine.parts.executor.passes if isinstance(one, kind))
+
+
+def assert_same(found: Collected, right: Collected) -> None:
+    """The same tokens and scores, and the same end unless it was cancelled."""
+    assert found.error is None and found.tokens == right.tokens
+    assert found.finish in (right.finish, FinishReason.CANCELLED)
+    for ours, theirs in zip(found.logprobs, right.logprobs, strict=True):
+        assert ours.token == theirs.token and abs(ours.logprob - theirs.logprob) <= 1e-4

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.contract import FinishReason, Request
+from penstock.contract import Request
+from penstock.engine.scheduling.lengths import Lengths
 
 
-class Guess:
+class Guess(Lengths):
     """Lengths that are always wrong: every request is about to write so many tokens more than it has, and no
     more."""
 
@@ -14,12 +15,6 @@ class Guess:
 
     def expected(self, request: Request, num_written: int) -> int:
         return min(request.sampling.max_tokens, num_written + self.num_more)
-
-    def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
-        pass
-
-    def by_route(self) -> dict[str, int]:
-        return {}
 
 
 def guessed(num_more: int) -> Guess | None:

@@ -30,6 +30,7 @@ from penstock.contract import (
     PromptLimits,
     PromptLogprobs,
     SamplingParams,
+    Submission,
     TokenEvent,
     TokenLogprob,
     TokenScores,
@@ -42,7 +43,6 @@ from penstock.figures import Histogram
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
 from penstock.models.tokenizer import ByteTokenizer
-from penstock.server.boundary import SubmitOptions
 
 Script = Callable[[Sequence[int], SamplingParams], Iterable["int | BaseException"]]
 
@@ -145,27 +145,22 @@ class ScriptedEngine:
 
     def submit(
         self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
+        asked: Submission,
         listener: Listener,
-        *,
-        request_id: str | None = None,
-        **options: Any,
     ) -> str:
-        given = SubmitOptions(**options)
-        adapter, cache_salt = given.adapter, given.cache_salt
-        prompt, _ = self.limits.checked(prompt, sampling)
+        adapter, cache_salt, sampling = asked.adapter, asked.cache_salt, asked.sampling
+        prompt, _ = self.limits.checked(asked.prompt, sampling)
         tokens = self._script(prompt, sampling)
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
             if adapter is not None:
                 listener = self.adapters.hold(adapter).until_finished(listener)
-            request_id = request_id or f"request-{len(self.submitted)}"
+            request_id = asked.id or f"request-{len(self.submitted)}"
             self.submitted.append((prompt, sampling, cache_salt))
             self.adapted.append(adapter)
-            self.hinted.append((given.priority, given.session, given.hint))
-            self.resident.append((given.residency, given.pins))
+            self.hinted.append((asked.priority, asked.session, asked.hint))
+            self.resident.append((asked.residency, asked.pins))
             scope = (cache_salt, "" if adapter is None else adapter.digest)
             self._open[request_id] = _Open(request_id, prompt, sampling, scope, listener, iter(tokens))
             self._lock.notify_all()
@@ -218,10 +213,15 @@ class ScriptedEngine:
         return done
 
     @property
+    def kv(self) -> ScriptedEngine:
+        """Calls about its cache."""
+        return self
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         return ("device",)
 
-    def reset_cache(self, tiers: Sequence[str] = ("device",)) -> dict[str, int]:
+    def reset(self, tiers: Sequence[str] = ("device",)) -> dict[str, int]:
         with self._lock:
             num_blocks = sum(len(prompt) // BLOCK_TOKENS for _, prompt in self._seen)
             self._seen.clear()

@@ -23,7 +23,7 @@ import torch
 
 from penstock.answer import running_engine
 from penstock.config import Config
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.build import device_for
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, StepFailed
@@ -380,7 +380,7 @@ class Writer:
                 while len(open_) < self._most_open:
                     asked, sampling = self._next()
                     open_[id(asked)] = (
-                        self._engine.submit(asked.prompt, sampling, self._listener(asked)),
+                        self._engine.submit(Submission(asked.prompt, sampling), self._listener(asked)),
                         asked,
                     )
                 asked = self._wait_one()

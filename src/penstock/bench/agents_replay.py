@@ -19,7 +19,7 @@ from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
 from penstock.bench.trace_files import Question, User
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, PenstockError, StepFailed
 from penstock.models.progress import Progress
@@ -168,7 +168,7 @@ class EngineReplay(UserReplay):
 
         sampling = SamplingParams(max_tokens=record.ask.max_tokens, temperature=0.0, ignore_eos=True)
         prompt = cast(Sequence[int], record.ask.prompt)  # as the engine takes it
-        self._engine.submit(prompt, sampling, listen, cache_salt=self._salt)
+        self._engine.submit(Submission(prompt, sampling, cache_salt=self._salt), listen)
         if (event := ended.result()).finish is not FinishReason.LENGTH:
             raise StepFailed(event.error or f"a request ended early: {event.finish}")
 

@@ -52,7 +52,7 @@ class DeepBench:
     def measure(self, driver: Driver) -> Results:
         results = Results([], [])
         engine, link = driver.engine, _link_bytes_s(device_for(driver.config))
-        resident = engine.resident_tokens
+        resident = engine.parts.resident_tokens
         for done, length in enumerate(self.lengths):
             driver.progress(f"deep, {resident} tokens resident", done, len(self.lengths))
             if self.tokens_of(length) <= engine.max_model_len:
@@ -65,7 +65,7 @@ class DeepBench:
 
     def _rows(self, driver: Driver, length: int, link: float | None) -> list[Row]:
         driver.reset_cache()
-        cache, resident = driver.engine.cache, driver.engine.resident_tokens
+        cache, resident = driver.engine.cache, driver.engine.parts.resident_tokens
         sizes = length, *(NEXT_TOKENS,) * 3
         prompt, *more = (driver.prompts(1, num, self.seed, num, n)[0] for n, num in enumerate(sizes))
         first, decode_ms, second = self._two_turns(driver, prompt, more[0], "exact")

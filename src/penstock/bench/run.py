@@ -23,8 +23,9 @@ import numpy as np
 
 from penstock.bench.report import Results, Row, Shown
 from penstock.config import GIB, Config, ResidencyName
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
-from penstock.engine.engine import Engine, FlushLevel
+from penstock.contract import FinishReason, KvSource, SamplingParams, Submission, TokenEvent
+from penstock.engine.cache_calls import FlushLevel
+from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import slot_bytes
@@ -113,7 +114,7 @@ class Driver:
         """Greedy, and to the full length: what the model would like does not change the work."""
         reader = Reader(self, time.perf_counter())
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self.engine.submit(prompt, sampling, reader, cache_salt=self.salt, residency=residency)
+        self.engine.submit(Submission(prompt, sampling, cache_salt=self.salt, residency=residency), reader)
         self._num_submitted += 1
         return reader
 
@@ -141,12 +142,12 @@ class Driver:
 
     def reset_cache(self, *tiers: str) -> int:
         """Forget all blocks in `tiers`; by default in all tiers but a shared store."""
-        own = tuple(tier for tier in self.engine.tiers if tier != SHARED)
-        return sum(self._ask(lambda: self.engine.reset_cache(tiers or own)).values())
+        own = tuple(tier for tier in self.engine.kv.tiers if tier != SHARED)
+        return sum(self._ask(lambda: self.engine.kv.reset(tiers or own)).values())
 
     def flush(self, level: FlushLevel = "visible") -> None:
         """Block until computed blocks can be found in colder tiers; at `persisted`, in all of them."""
-        self._ask(lambda: self.engine.wait_flushed(level, FLUSH_S))
+        self._ask(lambda: self.engine.kv.wait_flushed(level, FLUSH_S))
         by_s = time.monotonic() + FLUSH_S
         # tiers behind the first are written as well
         while level == "persisted" and self.engine.is_transferring():
@@ -189,7 +190,7 @@ class Driver:
         kv, folder, block_bytes = (
             self.config.kv,
             self.config.offload.ssd_dir,
-            self.engine.arena.layout.block_bytes,
+            self.engine.parts.arena.layout.block_bytes,
         )
         num_bytes = needed * block_bytes
         if tier == "ssd" and folder is not None:

@@ -30,7 +30,7 @@ from penstock.bench.soak_trouble import (
 )
 from penstock.bench.transfer import dimensions_of
 from penstock.config import Config, KvConfig, LoraConfig, OffloadConfig, SanitizeConfig
-from penstock.contract import FinishReason
+from penstock.contract import FinishReason, Submission
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
@@ -108,7 +108,8 @@ class SoakBench:
             approximate = [
                 one
                 for one in tally.outcomes
-                if one.finish is not FinishReason.ERROR and asks[one.ask].most_tokens > engine.resident_tokens
+                if one.finish is not FinishReason.ERROR
+                and asks[one.ask].most_tokens > engine.parts.resident_tokens
             ]
             num = sum(tally.outcomes.pop(one) for one in approximate)
             counts["scored answers, which are not compared"] = num
@@ -159,7 +160,7 @@ def _unended(crowd: list[Submitter]) -> list[str]:
 def _unsettled(engine: Engine) -> list[str]:
     """No more requests come; transfers end, and then every slot must be free or idle."""
     try:
-        engine.wait_flushed("visible", END_S)
+        engine.kv.wait_flushed("visible", END_S)
     except PenstockError as error:
         return [f"the last flush: {error}"]
     by_s = time.monotonic() + END_S
@@ -255,7 +256,7 @@ class _Reference:
         tokens: list[int] = []
         adapter = None if digest is None else self._by_digest[digest]
         self._engine.submit(
-            ask.prompt, ask.sampling, lambda event: tokens.extend(event.tokens), adapter=adapter
+            Submission(ask.prompt, ask.sampling, adapter=adapter), lambda event: tokens.extend(event.tokens)
         )
         while self._engine.has_work():
             self._engine.step()
@@ -263,7 +264,7 @@ class _Reference:
 
 
 def _counts(engine: Engine, disturber: Disturber, mischief: Counter[str], tally: SoakTally) -> dict[str, Any]:
-    stats, cold = engine.stats(), engine.tiers[2:]
+    stats, cold = engine.stats(), engine.kv.tiers[2:]
     traffic, done = stats.traffic, disturber.counts
     ended = [times for outcome, times in tally.outcomes.items() if outcome.finish is FinishReason.CANCELLED]
     counts = {

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.bench.run import SHARED
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, KvSource, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.tiers.ssd.directory import DiskIo
@@ -144,7 +144,7 @@ class Submitter:
         listen = self._listener(number, None if adapter is None else adapter.digest, ended, own_id, cancel_at)
         try:
             self._engine.submit(
-                ask.prompt, ask.sampling, listen, cache_salt=ask.salt, adapter=adapter, request_id=own_id
+                Submission(ask.prompt, ask.sampling, own_id, cache_salt=ask.salt, adapter=adapter), listen
             )
         finally:
             if hold is not None:
@@ -313,7 +313,7 @@ def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Count
     def mischief() -> Mischief:
         return Mischief(counts, random.Random(rng.random()), stall_s)
 
-    for mover in (engine.cache.loads.mover, engine.cache.saves.mover) if "host" in engine.tiers else ():
+    for mover in (engine.cache.loads.mover, engine.cache.saves.mover) if "host" in engine.kv.tiers else ():
         mover.copier = UnreliableCopier(mover.copier, mischief())
     for tier in engine.cache.cold_tiers.values():
         calls: Any = tier.calls
@@ -340,12 +340,12 @@ class Disturber:
                 self._rng.choice(deeds)()
 
     def reset(self) -> None:
-        tiers = tuple(tier for tier in self._engine.tiers if tier != SHARED)
-        self._try("resets", self._engine.reset_cache, self._rng.choice((*((tier,) for tier in tiers), tiers)))
+        tiers = tuple(tier for tier in self._engine.kv.tiers if tier != SHARED)
+        self._try("resets", self._engine.kv.reset, self._rng.choice((*((tier,) for tier in tiers), tiers)))
 
     def flush(self) -> None:
-        levels = ("captured", "visible", "persisted")[: 3 if self._engine.tiers[2:] else 2]
-        self._try("flushes", self._engine.wait_flushed, self._rng.choice(levels), FLUSH_S)
+        levels = ("captured", "visible", "persisted")[: 3 if self._engine.kv.tiers[2:] else 2]
+        self._try("flushes", self._engine.kv.wait_flushed, self._rng.choice(levels), FLUSH_S)
 
     def _both(self) -> None:
         """A flush and a reset at once."""

@@ -84,7 +84,7 @@ class TtftBench:
         return measure_each(self.lengths, "{} tokens", lambda length: self._row(driver, length))
 
     def _row(self, driver: Driver, length: int) -> Row:
-        tiers, block_tokens = driver.engine.tiers, driver.config.kv.block_tokens
+        tiers, block_tokens = driver.engine.kv.tiers, driver.config.kv.block_tokens
         # Without the device's prefix cache, everything comes from colder tiers.
         served = tiers if driver.config.kv.prefix_cache else tiers[1:]
         cases = [case for tier in served for case in (tier, tier + NEW)]
@@ -170,7 +170,7 @@ def _moved(engine: Engine) -> dict[str, int]:
     read = {} if stats.traffic is None else stats.traffic.bytes
     return {
         "host": stats.cache["promoted"],
-        **{tier: read.get((tier, "host"), 0) for tier in engine.tiers[2:]},
+        **{tier: read.get((tier, "host"), 0) for tier in engine.kv.tiers[2:]},
     }
 
 

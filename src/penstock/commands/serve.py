@@ -130,20 +130,20 @@ def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str)
 
 def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> dict[str, Any]:
     """A summary of the configuration for the log. No secrets."""
-    layout = engine.arena.layout
+    layout = engine.parts.arena.layout
     sizes = []
     for tier, states in engine.stats().kv_blocks.items():
         num = sum(states.values())  # a shared store has none of its own
         sizes.append(f"{tier} {num * layout.block_bytes / GIB:.2f} GiB ({num} blocks)" if states else tier)
-    threads = {} if engine.threads is None else {"threads": str(engine.threads)}
+    threads = {} if engine.parts.threads is None else {"threads": str(engine.parts.threads)}
     return {
         "event": "serving",
         "version": __version__,
         "model": ", ".join(server.served_names or (engine.name,)),
         "adapters": len(engine.adapters.all()),
-        "device": str(engine.arena.device),
+        "device": str(engine.parts.arena.device),
         "dtype": layout.dtype,
-        "weights": engine.weights,
+        "weights": engine.parts.weights,
         **threads,
         "kv": ", ".join(sizes),
         "block_tokens": layout.block_tokens,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
-from penstock.contract import Adapter
+from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine
@@ -49,11 +49,10 @@ from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
     SAVED_QUANTILE,
     Lengths,
-    WholeLife,
     WrittenLengths,
 )
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import Opened, open_cache
@@ -184,13 +183,15 @@ def _assemble(setup: _Setup) -> Engine:
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
+    kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
-    _capture(setup, executor)
-    speculation, lengths = _speculation(setup, sizes.limits, executor), _lengths(config)
-    scheduler = Scheduler(
-        cache, budget, dims.eos_ids, cache.prefill, speculation, lengths, lambda: scoring.tau
-    )
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
+        warm.capture_all(executor, setup.progress)
+    speculation = _speculation(setup, sizes.limits, executor)
+    estimates = Estimates(cache.prefill, _lengths(config), lambda: scoring.tau)
+    scheduler = Scheduler(cache, budget, dims.eos_ids, speculation, estimates)
     return Engine(
         EngineParts(
             name=loaded.name,
@@ -202,14 +203,13 @@ def _assemble(setup: _Setup) -> Engine:
             cache=cache,
             arena=storage.arena,
             lanes=tuple(setup.lanes),
-            vocab=dims.vocab,
-            max_model_len=sizes.max_model_len,
+            limits=PromptLimits(sizes.max_model_len, dims.vocab, kv_tokens),
             max_open=budget.max_batch * _WAITING_PER_ROW,
             seed=config.engine.seed,
             sampling=loaded.sampling,
             grammars=grammars,
             residency=sizes.residency,
-            resident_blocks=budget.deep_blocks or models.num_blocks,
+            resident_tokens=(budget.deep_blocks or models.num_blocks) * cache.block_tokens,
             scoring=scoring,
             sanitizer=setup.sanitizer,
             speculation=speculation,
@@ -309,12 +309,6 @@ def _executor(
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
-
-
-def _capture(setup: _Setup, executor: Executor) -> None:
-    if setup.device.type == "cuda":
-        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
-        warm.capture_all(executor, setup.progress)
 
 
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
@@ -505,7 +499,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
 def _lengths(config: Config) -> Lengths:
     """Without offloading a retracted request is computed again, so more blocks are promised to each."""
     if config.engine.admission == "lifetime":
-        return WholeLife()
+        return Lengths()
     return WrittenLengths(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.contract import PromptLimits
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
@@ -34,15 +35,14 @@ class EngineParts:
     cache: KvCache
     arena: DeviceArena
     lanes: Sequence[Lane]
-    vocab: int
-    max_model_len: int
+    limits: PromptLimits
     max_open: int  # open requests; one more is refused as overload
     seed: int
     # the model's defaults for fields of SamplingParams
     sampling: Mapping[str, Any]
     grammars: Grammars
     residency: ResidencyChoice
-    resident_blocks: int  # of a request on the device; one that may need more is deep
+    resident_tokens: int  # of a request on the device; one that may need more is deep
     scoring: ScoringCost
     sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
     speculation: Speculation | None = None  # proposes tokens, if enabled

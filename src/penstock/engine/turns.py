@@ -1,52 +1,20 @@
-"""One turn of the engine thread: plan and launch step N+1 while N runs, then read N. Owns the step that runs,
-and the callers that wait for a save, a reset or a flush."""
+"""One turn of the engine thread: plan and launch step N+1 while N runs, then read N. Owns the step
+that runs."""
 
 from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Future
-from typing import Any
 
 from penstock.contract import StepPlan, Waits
+from penstock.engine.cache_calls import Flushes
 from penstock.engine.execution.running_step import RunningStep
-from penstock.engine.inbox import fail
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
 from penstock.engine.parts import EngineParts
 from penstock.engine.scheduling.scheduler import News, Planned
-from penstock.errors import EngineClosed
-from penstock.kv.cache import Persisting, Resetting, Settling
 from penstock.lanes.lane import POLL_S
 from penstock.observe import EngineObserver
-
-
-class Flushes:
-    """Saves and resets in flight, with the futures that wait for them. For the engine thread."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Settling | None, Future[Any]]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, save: Settling | None, done: Future[Any]) -> None:
-        """`save` None: there is nothing to wait for."""
-        self._waiting.append((save, done))
-
-    def end(self) -> None:
-        """End the futures of all that has settled."""
-        for save, done in self._waiting:
-            if (save is None or save.settled) and not done.done() and done.set_running_or_notify_cancel():
-                error = save.error if isinstance(save, Persisting | Resetting) else None
-                result = save.forgotten if isinstance(save, Resetting) else None
-                done.set_result(result) if error is None else done.set_exception(error)
-        self._waiting = [(save, done) for save, done in self._waiting if not done.done()]
-
-    def fail(self, why: str) -> None:
-        for _, done in self._waiting:
-            fail(done, EngineClosed(why))
-        self._waiting = []
 
 
 class EngineTurns:

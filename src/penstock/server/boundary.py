@@ -18,20 +18,19 @@ import msgspec
 import numpy as np
 
 from penstock import errors
-from penstock.config import Config, ResidencyName, ServerConfig
+from penstock.config import Config, ServerConfig
 from penstock.contract import (
     Adapter,
-    CacheHint,
     Grammar,
     LoadedAdapter,
     Prefetched,
     PromptLimits,
     PromptLogprobs,
-    SamplingParams,
     Snapshot,
     SnapshotContent,
     SnapshotList,
     SnapshotRequest,
+    Submission,
     TokenEvent,
     TokenScores,
 )
@@ -42,7 +41,7 @@ from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.kept import KeptResponse
 from penstock.server.seats import RequestFigures
 
-VERSION = 9  # of everything below; both ends send it first
+VERSION = 10  # of everything below; both ends send it first
 MAX_BYTES = 256 << 20  # of one message; a longer one is garbage and is not read
 FlushLevel = Literal["captured", "visible", "persisted"]
 _LENGTH = struct.Struct("<I")
@@ -204,27 +203,11 @@ _PLAIN = TokenEvent("")[2:]
 # -------------------------------------------------------------------------------------------- front to engine
 
 
-class SubmitOptions(Sent, kw_only=True):
-    """Of the engine's `submit`."""
-
-    cache_salt: str = ""
-    adapter: Adapter | None = None
-    priority: int = 0
-    session: str = ""
-    hint: CacheHint | None = None
-    residency: ResidencyName | None = None
-    pins: Sequence[tuple[int, int]] | None = None
-    route: str = ""
-
-
 class Submit(Sent, tag=1):
     """Not answered: a refusal is the request's only event."""
 
     number: int
-    request_id: str
-    prompt: bytes  # of uint32
-    sampling: SamplingParams
-    options: SubmitOptions = msgspec.field(default_factory=SubmitOptions)
+    asked: Submission
 
 
 class Cancel(Sent, tag=2):
@@ -279,11 +262,11 @@ def _call(gives: Any, *takes: Any, blocks: bool = False) -> CallTypes:
 CALLS: Mapping[str, CallTypes] = {
     # figures: of all other fronts
     "stats": _call(tuple[EngineStats, list[RequestFigures]], blocks=True),
-    "reset_cache": _call(dict[str, int], Sequence[str], blocks=True),
-    "wait_flushed": _call(None, FlushLevel, float, blocks=True),
-    "note_seen": _call(None, str, int),
+    "kv.reset": _call(dict[str, int], Sequence[str], blocks=True),
+    "kv.wait_flushed": _call(None, FlushLevel, float, blocks=True),
+    "kv.note_seen": _call(None, str, int),
     # tokens, session, salt, adapter
-    "prefetch": _call(Prefetched | None, bytes | None, str, str, Adapter | None),
+    "kv.prefetch": _call(Prefetched | None, bytes | None, str, str, Adapter | None),
     "grammars.begin": _call(None, Grammar),
     "adapters.load_inside": _call(LoadedAdapter, str, str, blocks=True),
     "adapters.unload": _call(bool, str, blocks=True),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,12 +23,13 @@ from penstock.contract import (
     LoadedAdapter,
     Prefetched,
     SamplingParams,
+    Submission,
     TokenEvent,
 )
 from penstock.errors import EngineClosed
 from penstock.models.tokenizer import TextCodec, tokenizer_of
 from penstock.server import boundary
-from penstock.server.boundary import Batch, FromEngine, Hello, ProtocolBroken, SubmitOptions
+from penstock.server.boundary import Batch, FromEngine, Hello, ProtocolBroken
 from penstock.server.channel import FrontEnd
 from penstock.server.seats import RequestFigures
 
@@ -108,22 +110,18 @@ class EngineClient:
     def submit(
         self,
         number: int,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
+        asked: Submission,
         listener: Listener,
-        **options: Any,
     ) -> None:
-        """Invalid requests are refused here. If the engine refuses one anyway, the refusal is its only event.
-        `options` are those of the engine's `submit`."""
+        """Invalid requests are refused here. If the engine refuses one anyway, the refusal is its only
+        event."""
         self._check_alive()
-        _, known = self.facts.limits.checked(prompt, sampling)
-        self.facts.residency.for_request(
-            options.get("residency"), options.get("pins"), len(known), max(0, sampling.max_tokens - 1)
-        )
-        given = SubmitOptions(**options)
-        self._asked[number] = _Asked(request_id, listener)
-        self._channel.send(boundary.Submit(number, request_id, known.tobytes(), sampling, given))
+        tokens, _ = self.facts.limits.checked(asked.prompt, asked.sampling)
+        if asked.residency is not None or asked.pins is not None:
+            num_more = max(0, asked.sampling.max_tokens - 1)
+            self.facts.residency.for_request(asked.residency, asked.pins, len(tokens), num_more)
+        self._asked[number] = _Asked(asked.id, listener)
+        self._channel.send(boundary.Submit(number, replace(asked, prompt=tokens)))
         # the engine has ended meanwhile, and its end has missed this one
         if self.over.is_set() and self._asked.pop(number, None) is not None:
             self._check_alive()
@@ -159,7 +157,7 @@ class EngineClient:
     ) -> Future[Prefetched | None]:
         nothing = SamplingParams(max_tokens=0)
         tokens = None if prompt is None else self.facts.limits.checked(prompt, nothing)[1].tobytes()
-        return self.call("prefetch", tokens, session, cache_salt, adapter)
+        return self.call("kv.prefetch", tokens, session, cache_salt, adapter)
 
     def call(self, name: str, *arguments: Any) -> Future[Any]:
         """One of `boundary.CALLS`. Ends with the answer, or when the engine is gone. Its owner may cancel it:

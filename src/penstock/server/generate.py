@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.contract import SnapshotContent, Thought, TokenEvent
+from penstock.contract import SnapshotContent, Submission, Thought, TokenEvent
 from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong, ResponseMissing
 from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
@@ -428,7 +428,8 @@ class Generate:
                     sampling = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                 # a session is one sequence: the first choice
                 whose = {**asked, "session": "", "hint": None} if choices else asked
-                reading.submit(len(choices), prompt.ids, sampling, adapter=adapter, route=self._name, **whose)
+                one = Submission(prompt.ids, sampling, adapter=adapter, route=self._name, **whose)
+                reading.submit(len(choices), one)
                 choices.append(ChoiceText(codec, sampling, stops, prompt, wants))
         return choices
 

@@ -146,23 +146,15 @@ class FrontLink:
                 self._call(message)
 
     def _submit(self, message: boundary.Submit) -> None:
-        self._open[message.number] = message.request_id
+        request_id = self._open[message.number] = message.asked.id
         try:
-            self._service.engine.submit(
-                np.frombuffer(message.prompt, np.uint32),  # type: ignore[arg-type]
-                message.sampling,
-                functools.partial(self.hear, message.number),
-                request_id=message.request_id,
-                **msgspec.structs.asdict(message.options),
-            )
+            self._service.engine.submit(message.asked, functools.partial(self.hear, message.number))
         except Exception as error:
             self._open.pop(message.number, None)
             failure = error if isinstance(error, PenstockError) else None
             if failure is None:
-                logger.exception("request %s could not be submitted", message.request_id)
-            refusal = TokenEvent(
-                message.request_id, finish=FinishReason.ERROR, error=str(error), failure=failure
-            )
+                logger.exception("request %s could not be submitted", request_id)
+            refusal = TokenEvent(request_id, finish=FinishReason.ERROR, error=str(error), failure=failure)
             self.tell(tokens_of([(message.number, refusal)]))
 
     def _call(self, call: boundary.Call) -> None:
@@ -211,7 +203,7 @@ class FrontLink:
         for request_id in list(self._open.values()):
             engine.cancel(request_id)
             with contextlib.suppress(EngineClosed):  # how much its client was given is not known
-                engine.note_seen(request_id, 0)
+                engine.kv.note_seen(request_id, 0)
         self._settle()
 
     def _settle(self) -> None:
@@ -280,7 +272,7 @@ class EngineService:
                 engine.name,
                 engine.limits,
                 dict(engine.sampling),
-                engine.tiers,
+                engine.kv.tiers,
                 engine.max_open,
                 os.getpid(),
                 self._started_s,
@@ -368,12 +360,12 @@ class EngineService:
         match name:
             case "stats":
                 return work(), self._figures(asking)
-            case "prefetch":
+            case "kv.prefetch":
                 prompt, session, salt, adapter = arguments
                 tokens: Any = None if prompt is None else np.frombuffer(prompt, np.uint32)
-                return self.engine.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
-            case "reset_cache" | "wait_flushed":
-                with self._alone(f"a cache {'reset' if name == 'reset_cache' else 'flush'} is in progress"):
+                return self.engine.kv.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
+            case "kv.reset" | "kv.wait_flushed":
+                with self._alone(f"a cache {'reset' if name == 'kv.reset' else 'flush'} is in progress"):
                     return work()
             case "adapters.load_inside" | "adapters.unload":
                 return self._change(arguments[0], work)

@@ -188,7 +188,7 @@ async def on_cache_reset(service: Service, request: Request) -> Response:
     schema.check_query(request.query_params, tier=(*present, "all"))
     await _no_fields(service, request)
     tier = request.query_params.get("tier", "all")
-    evicted = await service.ask("reset_cache", present if tier == "all" else (tier,))
+    evicted = await service.ask("kv.reset", present if tier == "all" else (tier,))
     return json_response({"tier": tier, "evicted_blocks": sum(evicted.values()), "by_tier": evicted})
 
 
@@ -202,7 +202,7 @@ async def on_cache_flush(service: Service, request: Request) -> Response:
             "no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted"
         )
         raise InvalidRequest(message, "level")
-    await service.ask("wait_flushed", level, FLUSH_S)
+    await service.ask("kv.wait_flushed", level, FLUSH_S)
     return json_response({"level": level})
 
 
@@ -218,7 +218,7 @@ async def on_cache_prefetch(service: Service, request: Request) -> Response:
         body, num_bytes = await service.body(request, schema.PrefetchBody)
         body.check()
         begun = await service.compute(partial(_begin_prefetch, service, body), num_bytes)
-        found = await service.answered("prefetch", begun)
+        found = await service.answered("kv.prefetch", begun)
         if found is None:
             why = "or the cache_salt is not the one that it had"
             message = f"no request of this session has ended here lately, {why}"

@@ -174,7 +174,7 @@ class Generating(OwnFields, kw_only=True):
         )
 
     def options(self) -> dict[str, Any]:
-        """Options of the engine's `submit`: tenant, priority, session and residency."""
+        """Of a `Submission`: tenant, priority, session and residency."""
         return {
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -26,7 +27,7 @@ import msgspec
 from starlette.requests import Request
 
 from penstock.config import ServerConfig
-from penstock.contract import Adapter, SamplingParams, SnapshotContent, TokenEvent
+from penstock.contract import Adapter, SnapshotContent, Submission, TokenEvent
 from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest
 from penstock.server import ignored, schema
@@ -68,17 +69,17 @@ class Generations:
         self._closed = False  # no reader is left
         self._seen: dict[int, int] = {}  # of choices in a session: generated tokens sent to the client
 
-    def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
+    def submit(self, index: int, asked: Submission) -> None:
         """From any thread. The end of this reading waits for that thread, and cancels requests submitted
-        after a hang-up. `options` are those of the engine's `submit`."""
+        after a hang-up."""
         if self._abandoned:
             raise Hangup
         number = self._live[index] = self._engine.new_number()
-        if options.get("session"):
+        if asked.session:
             self._seen[index] = 0
         listener = partial(self._deliver, index)
         try:
-            self._engine.submit(number, self._id_of(index), prompt, sampling, listener, **options)
+            self._engine.submit(number, replace(asked, id=self._id_of(index)), listener)
         except BaseException:
             self._live.pop(index, None)
             self._seen.pop(index, None)
@@ -113,7 +114,7 @@ class Generations:
 
     def _note_seen(self, index: int, num_tokens: int) -> Future[None] | None:
         try:
-            return self._engine.call("note_seen", self._id_of(index), num_tokens)
+            return self._engine.call("kv.note_seen", self._id_of(index), num_tokens)
         except EngineClosed:
             return None  # and with it the session
 
@@ -160,14 +161,14 @@ SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 FLUSH_S = 60.0
 MAX_LOGGED = 256  # fields without effect, including types of tools, which clients can invent
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
-# By the first word of a call: seconds for its answer, and what a client is told if there is none by then.
+# By a call or its first word: seconds for its answer, and what a client is told if there is none by then.
 PATIENCE: dict[str, tuple[float, str]] = {
     "stats": (10.0, "the engine's process did not answer within {:g} s"),
     "adapters": (600.0, "the engine's process did not answer within {:g} s"),
-    "reset_cache": (30.0, "the cache was not reset within {:g} s; it continues in the background"),
-    "wait_flushed": (FLUSH_S + CLOSE_GRACE_S, "the engine loop did not come round to flush the cache"),
+    "kv.reset": (30.0, "the cache was not reset within {:g} s; it continues in the background"),
+    "kv.wait_flushed": (FLUSH_S + CLOSE_GRACE_S, "the engine loop did not come round to flush the cache"),
     # for the engine loop to come round and begin it
-    "prefetch": (10.0, "the engine loop did not come round within {:g} s to prefetch"),
+    "kv.prefetch": (10.0, "the engine loop did not come round within {:g} s to prefetch"),
     # for computed blocks to be saved, and for tiers to answer
     "snapshots": (150.0, "the engine did not answer about snapshots within {:g} s"),
     "responses": (10.0, "what is kept of earlier answers could not be looked at within {:g} s"),
@@ -346,11 +347,11 @@ class Service:
         return await self.answered(name, self.engine.call(name, *arguments))
 
     async def answered(self, name: str, asked: Future[T]) -> T:
-        timeout_s, late = PATIENCE[name.partition(".")[0]]
+        timeout_s, late = PATIENCE.get(name) or PATIENCE[name.partition(".")[0]]
         try:
             return await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
         except TimeoutError:
-            kind = EngineClosed if name == "wait_flushed" else DeadlineExceeded
+            kind = EngineClosed if name == "kv.wait_flushed" else DeadlineExceeded
             raise kind(late.format(timeout_s)) from None
 
     async def stats(self) -> tuple[EngineStats, RequestFigures]:

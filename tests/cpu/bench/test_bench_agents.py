@@ -30,7 +30,7 @@ from penstock.config import (
     SchedulingName,
     ServerConfig,
 )
-from penstock.contract import FinishReason, KvSource, SamplingParams, StepFailure, TokenEvent
+from penstock.contract import FinishReason, KvSource, SamplingParams, StepFailure, Submission, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
@@ -102,7 +102,7 @@ def replayed(host_blocks: int, scheduling: SchedulingName = "cost", generous: bo
         most = engine.max_model_len - len(ask.prompt) if generous else ask.max_tokens
         stop = ("never",) if generous else ()
         sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, stop=stop)
-        engine.submit(ask.prompt, sampling, listen, cache_salt="salt", request_id=own_id)
+        engine.submit(Submission(ask.prompt, sampling, cache_salt="salt", id=own_id), listen)
 
     while due or not all(record.done for record in records):
         while due:

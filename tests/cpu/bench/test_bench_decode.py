@@ -126,7 +126,7 @@ def test_a_terminal_shows_every_figure_however_narrow_it_is(monkeypatch, columns
 
 
 def restore(engine, config, blocks: float = 10.5, tokens: int = 40):
-    gib = blocks * engine.arena.layout.block_bytes / GIB
+    gib = blocks * engine.parts.arena.layout.block_bytes / GIB
     return RestoreBench((2,), gib, tokens, repeat=1, seed=0).measure(Driver(engine, config))
 
 

@@ -132,7 +132,7 @@ def test_a_wrong_bit_that_is_not_checked_for_is_noticed_by_its_tokens(tmp_path, 
 
     def persist(self) -> None:
         with suppress(StoreFailed):  # what a reset at the same time takes from host memory is not written
-            self._engine.wait_flushed("persisted", 20.0)
+            self._engine.kv.wait_flushed("persisted", 20.0)
 
     shares(monkeypatch)
     monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.0)
@@ -140,7 +140,7 @@ def test_a_wrong_bit_that_is_not_checked_for_is_noticed_by_its_tokens(tmp_path, 
     monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
     monkeypatch.setattr(Disturber, "flush", persist)
-    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.reset_cache(("device", "host")))
+    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.kv.reset(("device", "host")))
     disk = {"ssd_dir": str(tmp_path), "ssd_gib": 0.004}
     verdict = run(2.0, 0, 3, 32, lambda engine: engine.stats().prompt_tokens["ssd"] > 1000, **disk)
     assert any("differ from the" in violation for violation in verdict.violations)
@@ -157,7 +157,7 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
         lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")],
     )
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
-    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.reset_cache(("device",)))
+    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.kv.reset(("device",)))
     verdict = run(threads=1, seen=lambda engine: any(engine.stats().sanitizer.values()))
     assert any("the sanitizer reports" in violation for violation in verdict.violations)
 

@@ -203,7 +203,7 @@ def test_a_needle_whose_block_is_damaged_in_one_layer_is_not_found(
     (prompt, answer), *others = stack.questions()
     assert generate(engine, prompt, max_tokens=1).tokens == [answer]
     first, second = (slot_of(engine, stack, needle) for needle in stack.needles[:2])
-    DAMAGES[damage](engine.arena.tensor, first, second, layer)
+    DAMAGES[damage](engine.parts.arena.tensor, first, second, layer)
     again = generate(engine, prompt, max_tokens=2)
     assert again.source is not None and again.source.device >= 2032, (
         "it was computed anew, so nothing was shown"

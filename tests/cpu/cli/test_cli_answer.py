@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock import answer as answer_module
 from penstock.answer import Answer, Figures, running_engine
 from penstock.config import Config, KvConfig, ModelSource
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import FinishReason, KvSource, SamplingParams, Submission, TokenEvent, TokenLogprob
 from penstock.errors import EngineClosed, StepFailed
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.progress import ProgressBar
@@ -69,7 +69,7 @@ class Scripted:
         self._events = events
         self._ends = ends
 
-    def submit(self, prompt, sampling, listener, adapter=None):
+    def submit(self, asked, listener):
         self.listener = listener
         for event in self._events:
             listener(event)
@@ -186,7 +186,7 @@ def test_leaving_a_session_closes_its_engine_also_by_an_error(error):
         if error is not None:
             raise error
     with pytest.raises(EngineClosed):
-        engine.submit([1], greedy(1), print)
+        engine.submit(Submission([1], greedy(1)), print)
 
 
 def test_figures_read_well_for_any_number_of_tokens_and_say_which_tier_served_the_prompt():

@@ -4,8 +4,6 @@ content, before and after a reload; KV of one content is never taken for another
 from __future__ import annotations
 
 import gc
-import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +12,14 @@ from typing import Any
 import pytest
 
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
-from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
-from penstock.engine.adapters import AdapterStore
-from penstock.engine.build import build
+from penstock.contract import Adapter, FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
-from penstock.engine.loop import EngineLoop
-from penstock.errors import EngineClosed, InvalidRequest
+from penstock.errors import EngineClosed
 from penstock.models.model import ModelConfig
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 from tests.support.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
-from tests.support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -146,18 +141,6 @@ def test_an_adapter_says_what_merged_weights_say(
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_steps_without_adapters_are_replayed_and_those_with_are_not(
-    make_engine: MakeEngine, prompts: Prompts, load: Load
-) -> None:
-    engine = make_engine()
-    replays = engine.parts.executor.target.replays
-    adapter = load(engine, "one", 1)
-    generate(engine, prompts(20), adapter=adapter)
-    assert not replays._captured
-    generate(engine, prompts(20))
-    assert replays._captured
-
-
 def test_a_retracted_request_resumes_on_its_own_content(
     make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
 ) -> None:
@@ -222,39 +205,6 @@ def test_salts_adapters_and_their_names_never_collide(
             assert source is not None and source.device == cached, (salt, adapter)
 
 
-def test_equal_content_under_two_names_shares_weights_and_kv(
-    make_engine: MakeEngine, prompts: Prompts, load: Load
-) -> None:
-    engine = make_engine()
-    one, twin = load(engine, "one", 1), load(engine, "twin", 1)
-    assert one.digest == twin.digest and len(weights_kept(engine)) == 1
-    first, second = generate(engine, prompts(40), adapter=one), generate(engine, prompts(40), adapter=twin)
-    assert second.tokens == first.tokens and second.source is not None and second.source.device == 32
-    engine.adapters.unload("one")
-    assert generate(engine, prompts(40), adapter=twin).tokens == first.tokens
-    engine.adapters.unload("twin")
-    assert weights_kept(engine) == set()
-
-
-def test_content_that_has_left_the_device_is_found_in_host_memory_under_its_own_scope_only(
-    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
-) -> None:
-    engine = make_engine(host_blocks=64)
-    prompt = prompts(70)
-    one = load(engine, "tuned", 1)
-    first = generate(engine, prompt, adapter=one)
-    for adapter, seed in ((load(engine, "tuned", 2), 2), (None, None), (load(engine, "other", 1), 1)):
-        deadline = threading.Event()
-        while engine.stats().kv_blocks["host"]["idle"] < 4:  # what the first has computed is saved
-            engine.step()
-            deadline.wait(0.001)
-        engine.parts.cache.reset(("device",))
-        found = generate(engine, prompt, adapter=adapter)
-        assert found.source is not None and found.source.device == 0
-        assert found.source.host == (64 if seed == 1 else 0)
-        assert found.tokens == (first.tokens if seed == 1 else expected(prompt, seed))
-
-
 # --------------------------------------------------------------------------------------------------- lifetime
 
 
@@ -310,7 +260,7 @@ def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(
     finished, cancelled, waiting = (submit(engine, prompts(20, seed), adapter=adapter) for seed in range(3))
     params = SamplingParams(max_tokens=1)
     events: list[TokenEvent] = []
-    engine.submit([1], params, events.append, request_id=finished.request_id, adapter=adapter)
+    engine.submit(Submission([1], params, id=finished.request_id, adapter=adapter), events.append)
     engine.step()
     assert engine.adapters._num_holds[adapter.digest] == 3, "the one whose id was in use has let go"
     assert events[0].finish is FinishReason.ERROR
@@ -325,72 +275,4 @@ def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(
         submit(engine, prompts(20), adapter=adapter)
     engine.close(timeout_s=20.0)
     assert open_at_the_end.finish is FinishReason.CANCELLED
-    check_nothing_held(engine)
-
-
-def test_content_that_is_gone_is_refused_and_changes_nothing(
-    make_engine: MakeEngine, prompts: Prompts, load: Load
-) -> None:
-    engine = make_engine()
-    old = load(engine, "tuned", 1)
-    load(engine, "tuned", 2)
-    for gone in (old, Adapter("nobody", "00")):
-        with pytest.raises(InvalidRequest, match="is not loaded") as refused:
-            submit(engine, prompts(20), adapter=gone)
-        assert refused.value.param == "model"
-    assert not engine.has_work()
-    check_nothing_held(engine)
-
-
-class Told:
-    """The tokens of one request, from another thread."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.done = threading.Event()
-
-    def __call__(self, event: TokenEvent) -> None:
-        self.tokens += event.tokens
-        if event.finish is not None:
-            self.done.set()
-
-
-def reload_until(stop: threading.Event, store: AdapterStore, directories: list[Path]) -> None:
-    for turn in itertools.count():
-        if stop.is_set():
-            return
-        store.load("tuned", directories[turn % len(directories)])
-        if turn % 5 == 4:
-            store.unload("tuned")
-
-
-def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: Path, expected: Any) -> None:
-    """A thread reloads one name with three contents in turn; whoever asks for the name gets the tokens of the
-    content it was given."""
-    directories = [write_random_adapter(tmp_path / f"content-{seed}", TINY_QWEN3, seed) for seed in (1, 2, 3)]
-    prompt = prompts(24)
-    engine = build(tiny_config())
-    digests = [engine.adapters.load("tuned", directory).adapter.digest for directory in directories]
-    right = dict(zip(digests, (expected(prompt, seed) for seed in (1, 2, 3)), strict=True))
-    loop, stop = EngineLoop(engine), threading.Event()
-    reloading = threading.Thread(target=reload_until, args=(stop, engine.adapters, directories))
-    loop.start()
-    reloading.start()
-    found: list[tuple[str, list[int]]] = []
-    try:
-        while len(found) < 30:
-            if (hold := engine.adapters.try_hold("tuned")) is not None:
-                told = Told()
-                with hold as adapter:
-                    engine.submit(
-                        prompt, SamplingParams(8, temperature=0.0, ignore_eos=True), told, adapter=adapter
-                    )
-                assert told.done.wait(60)
-                found.append((adapter.digest, told.tokens))
-    finally:
-        stop.set()
-        reloading.join()
-        loop.close(deadline_s=5.0)
-    assert loop.failed() is None
-    assert [tokens for _, tokens in found] == [right[digest] for digest, _ in found]
     check_nothing_held(engine)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import EVICTIONS, GIB, Config, KvConfig, OffloadConfig, SanitizeConfig
-from penstock.engine import build as build_module
+from penstock.config import EVICTIONS, GIB, Config, OffloadConfig, SanitizeConfig
 from penstock.engine import build as building
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
@@ -24,9 +23,7 @@ from penstock.errors import ConfigError
 from penstock.kv import build as storage
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.key import Scope
-from penstock.kv.cache import KvCache
 from penstock.models.qwen3 import TINY_QWEN3
-from penstock.testing.stores import MemoryStore
 from tests.support.driving import block_bytes, generate, tiny_config
 
 Built = Callable[[Config], Engine]
@@ -58,76 +55,6 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     assert type(engine.cache._pool.idle.others) is type(make_order(on_device, 8))
     ((directory, num_bytes, _, name),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
-
-
-@pytest.mark.parametrize("admission", ["always", "reuse", "evict"])
-def test_what_goes_to_the_disk_is_as_the_setting_says_and_a_store_alone_gets_everything(
-    built: Built, admission: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(storage, "open_remote", lambda *args: asked.append(args) or MemoryStore("remote"))
-    settings: dict[str, Any] = {"host_blocks": 8, "ssd_admission": admission, "remote_timeout_s": 0.75}
-    with_disk = built(tiny_config(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25, **settings))
-    saves = with_disk.cache.saves
-    assert saves.limits.admission == admission and list(with_disk.cache.cold_tiers) == ["ssd"]
-    alone = built(tiny_config(remote="valkey://somewhere", **settings))
-    saves = alone.cache.saves
-    assert saves.limits.admission == "always" and list(alone.cache.cold_tiers) == ["remote"]
-    ((url, _, timeout_s),) = asked
-    assert (url, timeout_s) == ("valkey://somewhere", 0.75)
-
-
-@pytest.mark.parametrize("overcommit", [1.0, 3.0])
-def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: float) -> None:
-    engine = built(tiny_config(max_batch=5, prefill_chunk=24, overcommit=overcommit, max_model_len=100))
-    budget = engine.parts.scheduler.deep.budget
-    assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (
-        5,
-        24,
-        overcommit,
-        100,
-    )
-    small = built(tiny_config(prefill_chunk=512, max_model_len=40))
-    assert small.parts.scheduler.deep.budget.prefill_chunk == 40, (
-        "no step needs more tokens than the context has"
-    )
-
-
-@pytest.mark.parametrize(
-    ("chunk_ms", "cpu_s", "cuda_s"), [(None, 0.0, 0.15), (0.0, 0.0, 0.0), (80.0, 0.08, 0.08)]
-)
-def test_prompts_may_take_as_long_as_the_setting_says(
-    chunk_ms: float | None, cpu_s: float, cuda_s: float
-) -> None:
-    config = tiny_config(prefill_chunk_ms=chunk_ms)
-    cpu, cuda = (build_module._budget(config, torch.device(name), 512) for name in ("cpu", "cuda"))
-    assert (cpu.chunk_s, cuda.chunk_s) == (cpu_s, cuda_s)
-    assert (cpu.min_chunk, cuda.min_chunk) == (64, 512), (
-        "whole blocks of every size but the largest on the CPU"
-    )
-
-
-@pytest.mark.parametrize("host_blocks", [0, 8])
-def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
-    built: Built, host_blocks: int
-) -> None:
-    engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
-    rate = engine.parts.scheduler.admission._times
-    assert rate is engine.cache.prefill and rate is engine.cache.loads.costs.prefill
-    assert rate.tokens(1.0, 0) is None
-    generate(engine, list(range(1, 60)))
-    assert rate.tokens(1.0, 0) is not None, (
-        "steps are measured as they go, with a tier behind the device or without"
-    )
-
-
-@pytest.mark.cpu_shapes
-@pytest.mark.parametrize("capture", [True, False])
-def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
-    engine = built(tiny_config(capture=capture, max_batch=3))
-    assert [shape.num_tokens for shape in engine.parts.executor.target.replays.buckets] == (
-        [1, 2, 3] if capture else []
-    )
 
 
 @pytest.mark.parametrize(
@@ -184,12 +111,6 @@ def test_the_settings_of_colder_tiers_reach_them(
     assert (url, timeout_s) == ("valkey://127.0.0.1:1", 3.0)
 
 
-def test_by_default_a_lease_outlasts_a_load_and_a_load_an_exchange_with_a_store() -> None:
-    """A lease is a backstop: one that ends before its load could end would take the prefix away under it."""
-    defaults = OffloadConfig()
-    assert defaults.lease_s > defaults.load_deadline_s > defaults.remote_timeout_s
-
-
 @pytest.mark.parametrize(("dtype", "block_tokens"), [("float32", 16), ("bfloat16", 8)])
 def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
     dtype: str, block_tokens: int
@@ -219,70 +140,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_behind(tmp_path: Path) ->
     building.build(tiny_config(**sizes)).close()
 
 
-def test_an_error_is_told_even_where_closing_fails_too(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    closed: list[KvCache] = []
-
-    def close(cache: KvCache, timeout_s: float | None = None) -> None:
-        closed.append(cache)
-        raise OSError("it is stuck")
-
-    config = tiny_config(max_model_len=2000, positions=4096, blocks=20, host_blocks=20)
-    with monkeypatch.context() as patch:
-        patch.setattr(KvCache, "close", close)
-        with pytest.raises(ConfigError, match="--max-model-len 2000 does not fit"):
-            building.build(config)
-    assert "could not be closed" in caplog.text and "it is stuck" in caplog.text
-    closed[0].close()
-
-
 BLOCK_BYTES = block_bytes("tiny-qwen3", 16)
-
-# --------------------------------------------------------------------------------------------------- the line
-
-
-def test_a_request_is_overtaken_for_as_long_as_the_setting_says_and_never_where_all_wait_in_line(
-    make_engine: MakeEngine,
-) -> None:
-    for settings, bound_s in (
-        ({"max_overtaken_s": 7.0}, 7.0),
-        ({}, 60.0),
-        ({"scheduling": "fifo", "max_overtaken_s": 7.0}, 0.0),
-    ):
-        scheduler = make_engine(**settings).parts.scheduler
-        assert (scheduler.deep.budget.max_overtaken_s, scheduler.admission.line._bound_s) == (
-            bound_s,
-            bound_s,
-        )
-
-
-# ---------------------------------------------------------------------------------------------- device memory
-
-
-def num_device_blocks(**kv: Any) -> int:
-    engine = build(replace(tiny_config(), kv=KvConfig(**kv)))
-    try:
-        return engine.cache.num_blocks
-    finally:
-        engine.close(timeout_s=20.0)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "num_blocks"), [(2 * BLOCK_BYTES, 2), (3 * BLOCK_BYTES - 1, 2), (3 * BLOCK_BYTES, 3)]
-)
-def test_device_memory_holds_as_many_blocks_as_fit_into_it(num_bytes: int, num_blocks: int) -> None:
-    assert num_device_blocks(device_gib=num_bytes / GIB) == num_blocks
-
-
-def test_blocks_are_of_so_many_tokens_as_the_setting_says() -> None:
-    engine = build(replace(tiny_config(), kv=KvConfig(block_tokens=32, device_gib=10 * BLOCK_BYTES / GIB)))
-    assert (engine.cache.block_tokens, engine.cache.num_blocks, engine.parts.arena.layout.block_tokens) == (
-        32,
-        5,
-        32,
-    )
-    assert engine.parts.executor.limits.block_tokens == 32 and engine.parts.executor.limits.max_table == 5
-    engine.close(timeout_s=20.0)
-
 
 # ------------------------------------------------------------------------------------------------ host memory
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
-from penstock.errors import DeadlineExceeded, StoreFailed
+from penstock.errors import DeadlineExceeded
 from penstock.kv import build as build_module
 from penstock.kv.tiers.reads import Fetch
 from penstock.testing.stores import HandClock, MemoryStore
@@ -65,7 +65,7 @@ def flush(engine: Engine) -> None:
     settle_all(engine)
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 100, 400])
+@pytest.mark.parametrize("length", [16, 400])
 def test_a_prefix_comes_back_from_the_ssd_with_the_same_tokens(
     make_engine: MakeEngine, prompts: Prompts, tmp_path: Path, length: int
 ) -> None:
@@ -223,18 +223,6 @@ def test_a_cancel_during_a_read_returns_at_once_and_the_slots_stay_with_it(
     )
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    cold = generate(engine, prompts(100))
-    only_colder(engine)
-    with held(shared, "find"):
-        warm = generate(engine, prompts(100))
-    assert warm.tokens == cold.tokens and warm.source == KvSource(computed=100)
-    settle_all(engine)
-
-
 @pytest.mark.parametrize(("timeout_s", "patient_s"), [(1.0, 9.0), (30.0, 40.0)])
 def test_a_call_that_has_time_left_makes_no_store_unusable(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, timeout_s: float, patient_s: float
@@ -253,42 +241,6 @@ def test_a_call_that_has_time_left_makes_no_store_unusable(
         assert not tier.usable
     settle_all(engine)
     assert tier.usable
-
-
-@pytest.mark.parametrize("disk", [False, True])
-def test_a_store_is_asked_once_for_each_request(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, tmp_path: Path, disk: bool
-) -> None:
-    engine = make_engine(
-        host_blocks=64, remote="memory://", **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if disk else {})
-    )
-    generate(engine, prompts(100))
-    assert shared.calls.count("find") == 1, "it has nothing, and that is an answer"
-    only_colder(engine)
-    if disk:
-        store_of(engine, "ssd").reset()
-    shared.calls.clear()
-    assert generate(engine, prompts(100)).source == KvSource(remote=96, computed=4)
-    assert shared.calls.count("find") == 1
-    shared.calls.clear()
-    shared.lose()
-    assert generate(engine, prompts(100, seed=1)).source == KvSource(computed=100)
-    assert shared.calls.count("find") == 1
-    settle_all(engine)
-
-
-def test_a_flush_says_what_could_not_be_persisted(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    shared.die()
-    generate(engine, prompts(100))
-    settle_all(engine)
-    persisting = engine.cache.persist()
-    assert persisting is not None
-    until(engine, lambda: persisting.settled)
-    assert isinstance(persisting.error, StoreFailed)
-    settle_all(engine)
 
 
 @pytest.mark.parametrize(
@@ -321,56 +273,12 @@ def test_blocks_that_are_about_to_leave_host_memory_are_written_first(
     assert again.source is not None and again.source.ssd == 96, "six blocks in thirty-two slots are long gone"
 
 
-def test_a_reset_of_the_disk_is_for_good(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
-    engine = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    generate(engine, prompts(100))
-    only_colder(engine)
-    resetting = engine.cache.reset(["ssd"])
-    until(engine, lambda: resetting.settled)
-    assert resetting.forgotten == {"ssd": 6} and resetting.error is None
-    assert generate(engine, prompts(100)).source == KvSource(computed=100)
-
-
 def prefetch(engine: Engine, prompt: list[int]) -> Fetch:
     prefix = engine.cache.prefix_of(prompt)
     assert prefix is not None
     fetch = engine.cache.prefetch(prefix, "somebody who thinks")
     assert fetch is not None
     return fetch
-
-
-def test_blocks_of_a_real_disk_come_ahead_of_anybody(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine(host_blocks=128, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    cold = generate(engine, prompts(200))
-    only_colder(engine)
-    before = engine.cache.cold_tiers["ssd"].counts.num_read
-    fetch = prefetch(engine, prompts(200))
-    settle_all(engine)
-    assert fetch.settled and fetch.num_blocks == fetch.num_came == 12
-    assert engine.cache.cold_tiers["ssd"].counts.num_read - before == 12
-    warm = generate(engine, prompts(200))
-    assert warm.source == KvSource(host=192, computed=8) and warm.tokens == cold.tokens
-
-
-def test_damage_on_a_real_disk_ends_it_and_the_rest_is_computed(
-    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine(host_blocks=128, ssd_dir=str(tmp_path), ssd_gib=0.05)
-    cold = generate(engine, prompts(200))
-    only_colder(engine)
-    for path in tmp_path.glob("penstock-*.kv"):
-        content = bytearray(path.read_bytes())
-        for at in range(4096 + 200, len(content), 4096):
-            content[at] ^= 0xFF
-        path.write_bytes(bytes(content))
-    fetch = prefetch(engine, prompts(200))
-    settle_all(engine)
-    assert fetch.settled and fetch.num_came == 0 < fetch.num_blocks
-    assert engine.stats().traffic.checksum_failures["ssd"] > 0  # type: ignore[union-attr]
-    warm = generate(engine, prompts(200))
-    assert warm.tokens == cold.tokens and warm.source == KvSource(computed=200)
 
 
 def far_away(make_engine: MakeEngine, prompts: Prompts, **settings: float) -> tuple[Engine, Collected]:
@@ -401,38 +309,6 @@ def test_a_read_that_hangs_keeps_nobody_waiting(
     engine.check()
 
 
-def test_a_request_that_comes_while_it_is_read_for_shares_the_read(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, cold = far_away(make_engine, prompts)
-    shared.calls.clear()
-    with held(shared, "read"):
-        fetch = prefetch(engine, prompts(100))
-        until(engine, lambda: fetch.num_blocks == 6)
-        warm = submit(engine, prompts(100))
-        until(engine, lambda: states(engine).get("loading") == 1)
-        assert not warm.tokens
-    run_all(engine)
-    assert warm.tokens == cold.tokens and warm.source == KvSource(remote=96, computed=4)
-    settle_all(engine)
-    assert shared.calls.count("read") == 1, "six small blocks are one group"
-
-
-def test_a_reset_while_it_is_read_for_is_for_good(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, cold = far_away(make_engine, prompts)
-    with held(shared, "read"):
-        fetch = prefetch(engine, prompts(100))
-        until(engine, lambda: fetch.num_blocks == 6)
-        resetting = engine.cache.reset(["host", "remote"])
-    until(engine, lambda: resetting.settled)
-    settle_all(engine)
-    assert fetch.settled and not shared.blocks and engine.stats().kv_blocks["host"]["idle"] == 0
-    again = generate(engine, prompts(100))
-    assert again.source == KvSource(computed=100) and again.tokens == cold.tokens
-
-
 def test_an_engine_that_closes_over_a_read_that_hangs_says_so_and_closes_later(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
 ) -> None:
@@ -446,17 +322,3 @@ def test_an_engine_that_closes_over_a_read_that_hangs_says_so_and_closes_later(
         assert not fetch.settled
     engine.close(20.0)
     assert fetch.settled
-
-
-def test_a_store_that_dies_is_not_asked_to_read_ahead(
-    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
-) -> None:
-    engine, cold = far_away(make_engine, prompts)
-    shared.die()
-    fetch = prefetch(engine, prompts(100))
-    settle_all(engine)
-    assert fetch.settled and fetch.num_blocks == 0 and not engine.cache.cold_tiers["remote"].usable
-    prefix = engine.cache.prefix_of(prompts(100))
-    assert prefix is not None and engine.cache.prefetch(prefix, "again") is None, "it is fenced off"
-    assert generate(engine, prompts(100)).tokens == cold.tokens
-    assert store_of(engine, "remote") is shared

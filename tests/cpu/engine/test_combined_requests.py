@@ -3,28 +3,21 @@ gets alone."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from penstock.contract import (
-    MAX_LOGPROBS,
     FinishReason,
-    Grammar,
-    Request,
-    SamplingParams,
-    Start,
     TokenLogprob,
 )
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.engine.execution.sampling import LOGPROB_ROWS, SamplePass
-from penstock.engine.scheduling.scheduler import Planned
+from penstock.engine.execution.sampling import SamplePass
 from penstock.errors import InvalidRequest
-from tests.support.driving import Collected, generate, pass_of, run_all, submit
+from tests.support.driving import generate, pass_of, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -41,21 +34,6 @@ def assert_same_scores(ours: Any, theirs: Any) -> None:
                 [token for token, _ in other.top],
             )
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-
-def test_a_prompt_is_scored_whole_however_many_positions_are_scored_at_once(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """The first token has no score, so a prompt of n tokens has n - 1 that are computed in slices of so
-    many."""
-    small, large = make_engine(prefill_chunk=16), make_engine(prefill_chunk=512)
-    for num_tokens in (LOGPROB_ROWS, LOGPROB_ROWS + 1, LOGPROB_ROWS + 2, 2 * LOGPROB_ROWS + 2):
-        asked = {"prompt_logprobs": 2, "max_tokens": 0}
-        expected, found = (
-            generate(engine, prompts(num_tokens), **asked).prompt_logprobs for engine in (small, large)
-        )
-        assert expected is not None and len(expected) == num_tokens
-        assert_same_scores(found, expected)
 
 
 def test_prompts_that_are_scored_beside_others_in_one_step_get_their_own_scores(
@@ -79,20 +57,6 @@ def test_prompts_that_are_scored_beside_others_in_one_step_get_their_own_scores(
         assert (ours.prompt_logprobs is None) == ("prompt_logprobs" not in asked)
         if ours.prompt_logprobs is not None:
             assert_same_scores(ours.prompt_logprobs, theirs.prompt_logprobs)
-
-
-def num_alternatives(found: Collected) -> list[int]:
-    return [len(entry.top) for entry in found.logprobs]
-
-
-def test_each_request_of_a_step_gets_as_many_alternatives_as_it_asked_for(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    asked = (5, 0, None, 2, 20)
-    found = [submit(engine, prompts(12, n), logprobs=num, max_tokens=4) for n, num in enumerate(asked)]
-    run_all(engine)
-    assert [num_alternatives(one) for one in found] == [[num] * 4 if num is not None else [] for num in asked]
 
 
 def test_scores_end_with_the_text_where_a_token_stops_it(make_engine: MakeEngine, prompts: Prompts) -> None:
@@ -126,34 +90,6 @@ def test_ignoring_the_end_of_text_ignores_no_other_stop_token(
         assert found.finish is (FinishReason.LENGTH if length == 12 else FinishReason.STOP)
 
 
-def test_a_stop_token_at_the_last_place_is_a_stop_and_not_a_length(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    whole = generate(engine, prompts(12), max_tokens=12).tokens
-    place = next(n for n in range(2, 12) if whole[n] not in whole[:n])
-    found = generate(engine, prompts(12), max_tokens=place + 1, stop_token_ids=(whole[place],))
-    assert (found.tokens, found.finish) == (whole[:place], FinishReason.STOP)
-
-
-@pytest.mark.parametrize(
-    "penalty", [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 3.0}]
-)
-def test_a_row_that_others_had_before_penalises_nothing_of_theirs(
-    make_engine: MakeEngine, prompts: Prompts, penalty: dict[str, float]
-) -> None:
-    """One row, used in turn by requests with and without penalties, with short and long prompts."""
-    fresh = [make_engine(max_batch=1, prefix_cache=False) for _ in range(3)]
-    used = make_engine(max_batch=1, prefix_cache=False)
-    generate(used, prompts(60, 8), max_tokens=30, **penalty)
-    settings: list[dict[str, Any]] = [penalty, {}, {**penalty, "temperature": 1.0, "seed": 3}]
-    for n, (engine, extra) in enumerate(zip(fresh, settings, strict=True)):
-        assert (
-            generate(used, prompts(9, n), max_tokens=20, **extra).tokens
-            == generate(engine, prompts(9, n), max_tokens=20, **extra).tokens
-        )
-
-
 def test_only_tokens_that_were_generated_count_towards_penalties(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,40 +109,6 @@ def test_only_tokens_that_were_generated_count_towards_penalties(
         )
 
 
-def test_a_token_whose_id_is_zero_is_a_token_like_any_other(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """At the beginning of a prompt, of a chunk and of a step beside others, in rows whose last request ended
-    with another token."""
-    zeros = ([0], [0, 5, 9], [*prompts(8), 0, *prompts(7), 0], [0] * 20)
-    fresh = [make_engine(prefill_chunk=8, prefix_cache=False) for _ in zeros]
-    expected = [generate(engine, prompt).tokens for engine, prompt in zip(fresh, zeros, strict=True)]
-    used = make_engine(prefill_chunk=8, prefix_cache=False)
-    for _ in range(2):
-        for seed in range(5):
-            submit(used, prompts(9, seed), max_tokens=3, temperature=1.0, seed=seed)
-        run_all(used)
-        assert pass_of(used, SamplePass).sampler.last_tokens[:5].ne(0).all()
-        found = [submit(used, prompt) for prompt in zeros]
-        run_all(used)
-        assert [one.tokens for one in found] == expected
-
-
-def test_a_full_chunk_is_scored_beside_answers_that_are(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(max_batch=4, prefill_chunk=16)
-    answers = [submit(engine, prompts(4, seed), max_tokens=20, logprobs=MAX_LOGPROBS) for seed in range(3)]
-    while any(len(answer.tokens) < 2 for answer in answers):
-        engine.step()
-    scored = submit(engine, prompts(40, 9), max_tokens=2, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
-    run_all(engine)
-    assert [answer.finish for answer in (*answers, scored)] == [FinishReason.LENGTH] * 4, scored.error
-    for answer in (*answers, scored):
-        assert [len(entry.top) for entry in answer.logprobs] == [MAX_LOGPROBS] * len(answer.tokens)
-    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 40
-    alone = generate(make_engine(), prompts(4, 0), max_tokens=20, logprobs=MAX_LOGPROBS)
-    assert answers[0].tokens == alone.tokens
-
-
 @pytest.mark.parametrize(
     "penalty", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}], ids=str
 )
@@ -221,62 +123,6 @@ def test_a_penalty_counts_what_was_generated_before_a_retraction(
     expected = [generate(alone, prompt, max_tokens=30, **penalty).tokens for prompt in asked]
     assert [one.tokens for one in found] == expected
     assert expected[1] != generate(alone, asked[1], max_tokens=30).tokens, "the penalty changes something"
-
-
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 1.0, "seed": 3}, {"frequency_penalty": 2.0}, {"logprobs": 2}], ids=str
-)
-def test_the_request_that_came_last_counts(
-    make_engine: Callable[..., Engine],
-    prompts: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    sampling: dict[str, Any],
-) -> None:
-    alone = generate(make_engine(), prompts(20), **sampling)
-    engine = make_engine()
-    gone = Request(
-        "gone",
-        [1, 2, 3],
-        SamplingParams(max_tokens=4, temperature=1.0, seed=9, presence_penalty=-2.0, repetition_penalty=1.5),
-    )
-    plan = engine.parts.scheduler.plan
-
-    def planned(*args: Any, **named: Any) -> Planned:
-        made = plan(*args, **named)
-        if made.plan is None:
-            return made
-        starts = (start for own in made.plan.starts for start in (Start.of(own.row, gone, (5, 5)), own))
-        return made._replace(plan=dataclasses.replace(made.plan, starts=tuple(starts)))
-
-    monkeypatch.setattr(engine.parts.scheduler, "plan", planned)
-    found = generate(engine, prompts(20), **sampling)
-    assert (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 0.0}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7, "seed": 3, "top_k": 5}],
-)
-def test_a_bias_decides_every_token(
-    make_engine: MakeEngine, prompts: Prompts, sampling: dict[str, Any]
-) -> None:
-    engine = make_engine()
-    found = generate(engine, prompts(20), max_tokens=8, ignore_eos=True, logit_bias=((7, 100.0),), **sampling)
-    assert list(found.tokens) == [7] * 8
-
-
-def test_a_ban_keeps_a_token_out_and_a_bias_of_zero_changes_nothing(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    plain = generate(engine, prompts(20), max_tokens=8, ignore_eos=True, temperature=0.0)
-    banned = tuple((token, -100.0) for token in dict.fromkeys(plain.tokens))
-    without = generate(engine, prompts(20), max_tokens=8, ignore_eos=True, temperature=0.0, logit_bias=banned)
-    assert not set(without.tokens) & set(plain.tokens)
-    zero = generate(
-        engine, prompts(20), max_tokens=8, ignore_eos=True, temperature=0.0, logit_bias=((5, 0.0),)
-    )
-    assert zero.tokens == plain.tokens
 
 
 def test_requests_beside_a_biased_one_are_as_they_are_alone(
@@ -375,43 +221,3 @@ def test_until_then_the_tokens_are_those_of_a_request_that_rules_the_ends_out(
         beside = submit(engine, prompts(20), max_tokens=12, ignore_eos=True, **draw)
         run_all(engine)
         assert found.tokens[:6] == expected and beside.tokens == plain
-
-
-def test_a_grammar_that_is_over_ends_the_answer_before(make_engine: MakeEngine, prompts: Prompts) -> None:
-    pytest.importorskip("llguidance", reason="structured output is an extra")
-    engine = make_engine()
-    for text in ('["ab"]', '["ab", "abcd"]'):
-        found = generate(
-            engine,
-            prompts(20),
-            max_tokens=20,
-            min_tokens=12,
-            ignore_eos=False,
-            seed=1,
-            grammar=Grammar("choice", text),
-        )
-        assert found.finish is FinishReason.STOP and bytes(found.tokens).decode() in ("ab", "abcd")
-
-
-def test_more_than_there_may_be_is_refused(make_engine: MakeEngine, prompts: Prompts) -> None:
-    with pytest.raises(InvalidRequest, match="at most 4 tokens") as refused:
-        submit(make_engine(), prompts(20), max_tokens=4, min_tokens=5)
-    assert refused.value.param == "min_tokens"
-
-
-def test_ids_that_the_model_does_not_have_rule_nothing_out(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    plain = generate(engine, prompts(20), max_tokens=6, ignore_eos=True, temperature=0.0).tokens
-    for ends in (frozenset({2**31 - 1}), frozenset({2**31 - 1, 1 << 20})):
-        assert (
-            generate(
-                engine,
-                prompts(20),
-                max_tokens=6,
-                min_tokens=3,
-                ignore_eos=True,
-                temperature=0.0,
-                stop_token_ids=ends,
-            ).tokens
-            == plain
-        )

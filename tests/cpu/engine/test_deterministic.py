@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.config import Config, KvConfig, LoraConfig, ModelSource, SpeculationConfig, WeightsName
-from penstock.engine.build import build, check_ahead
+from penstock.engine.build import build
 from penstock.errors import ConfigError
 from tests.support.driving import generate, tiny_config
 from tests.support.steadiness import differing
@@ -84,14 +84,6 @@ def test_what_would_not_be_the_same_bits_is_refused(change: dict[str, object], m
     config = dataclasses.replace(config_of("tiny-llama", "int8"), **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         build(config)
-
-
-def test_a_start_refuses_it_before_any_weights_are_read(tmp_path: Path) -> None:
-    config = dataclasses.replace(
-        config_of(str(tmp_path / "none.gguf"), "int8"), lora=LoraConfig((("a", "/nowhere"),))
-    )
-    with pytest.raises(ConfigError, match="adapters are not covered"):
-        check_ahead(config)
 
 
 def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:

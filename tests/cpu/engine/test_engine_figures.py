@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-from penstock.contract import FinishReason
-from penstock.engine import engine as engine_module
-from penstock.engine import outbox as outbox_module
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
-from tests.cpu.engine.test_tiers import forget, states, until
-from tests.support.driving import generate, run_all, submit
-from tests.support.gates import gates
+from tests.support.driving import generate
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -40,82 +34,6 @@ def test_hits_misses_evictions_and_duplicates_are_told_apart(
     ask(5, seed=2)  # three idle and five free
     ask(4, seed=3)  # four of those have to go: the end of the first prompt, then the end of the second
     assert found == [(0, 3, 0, 0), (3, 3, 0, 0), (3, 6, 0, 3), (3, 11, 0, 3), (3, 15, 4, 3)]
-
-
-def test_steps_and_tokens_are_counted_once(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(prefill_chunk=16)
-    generate(engine, prompts(40), max_tokens=5)
-    stats = engine.stats()
-    assert (stats.steps, stats.generated_tokens, stats.prompt_tokens["computed"]) == (3 + 4, 5, 40)
-    assert (sum(stats.ttft.counts), sum(stats.inter_token.counts), stats.retractions) == (1, 4, 0)
-
-
-def test_time_counts_as_exposed_while_a_request_loads_and_only_then(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seconds of a clock that only waiting moves."""
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=2)
-    forget(engine)
-    load, save = gates(engine)
-    load.hold()
-    other = submit(engine, prompts(20, seed=1), max_tokens=30)
-    until(engine, lambda: len(other.tokens) > 2)
-    returning = submit(engine, prompts(80), max_tokens=2)
-    until(engine, lambda: other.finish is not None)
-    assert states(engine) == {"loading": 1}
-
-    def exposed_s(num_waits: int) -> float:
-        now = [100.0]
-        with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-            patch.setattr(engine._inbox, "wait", lambda timeout_s: now.__setitem__(0, now[0] + 2.0))
-            before = engine.stats().load_exposed_s
-            for _ in range(num_waits):
-                engine.wait_work(1.0)
-            return engine.stats().load_exposed_s - before
-
-    assert exposed_s(2) == 4.0
-    load.let()
-    run_all(engine)
-    assert len(returning.tokens) == 2
-    save.hold()
-    generate(engine, prompts(40, seed=4), max_tokens=1)
-    assert engine.is_transferring() and exposed_s(2) == 0.0, "nobody loads while a save is under way"
-    save.let()
-
-
-def test_a_request_that_lies_in_the_inbox_waits_for_its_first_token(
-    make_engine: Callable[..., Engine], prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    now_s = 1000.0
-    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=lambda seconds: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "time", clock)
-        patch.setattr(outbox_module, "time", clock)
-        answer = submit(engine, prompts(20), max_tokens=1)
-        now_s += 7.0  # nobody takes it
-        run_all(engine)
-    assert len(answer.tokens) == 1
-    assert engine.stats().ttft.total == 7.0
-
-
-def test_a_request_without_a_token_has_no_time_to_its_first(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    cancelled = submit(engine, prompts(20))
-    engine.cancel(cancelled.request_id)
-    run_all(engine)
-    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, (
-        "nothing of its prompt was found or computed"
-    )
-    scored = generate(engine, prompts(20), max_tokens=0, prompt_logprobs=0)
-    assert (cancelled.finish, scored.finish) == (FinishReason.CANCELLED, FinishReason.LENGTH)
-    assert sum(engine.stats().ttft.counts) == 0
-    generate(engine, prompts(20))
-    assert sum(engine.stats().ttft.counts) == 1
 
 
 def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(

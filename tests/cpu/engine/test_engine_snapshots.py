@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.contract import Adapter, SamplingParams, SnapshotRequest
+from penstock.contract import Adapter, SamplingParams, SnapshotRequest, Submission
 from penstock.engine.engine import Engine
 from penstock.errors import (
     DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
-    SessionMissing,
     SnapshotMissing,
     SnapshotRefused,
     SnapshotSpace,
@@ -32,7 +31,7 @@ from penstock.kv.questions import run_steps
 from penstock.models.registry import BUILT_IN
 from penstock.testing.stores import HandClock
 from tests.support.adapters import write_random_adapter
-from tests.support.driving import generate, run_all, settle_all, submit, wait_scanned
+from tests.support.driving import generate, run_all, settle_all
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -102,32 +101,6 @@ def test_an_adapter_other_than_its_own_cannot_continue_it(make_engine: Make, pro
         engine.snapshots.open("talk", "another")
 
 
-def test_a_session_has_all_that_was_said(make_engine: Make, prompts: Prompts) -> None:
-    engine = make_engine(blocks=64, host_blocks=64)
-    prompt = prompts(70)
-    with running(engine):
-        done, said = threading.Event(), list[int]()
-
-        def hear(event: Any) -> None:
-            said.extend(event.tokens)
-            if event.finish is not None:
-                done.set()
-
-        engine.submit(
-            prompt,
-            SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True),
-            hear,
-            session="agent",
-            cache_salt="s",
-        )
-        assert done.wait(60.0)
-        taken = engine.snapshots.take(SnapshotRequest("talk", session="agent", cache_salt="s"))
-        with pytest.raises(SessionMissing):
-            engine.snapshots.take(SnapshotRequest("other", session="agent"))
-    assert taken.num_tokens == 79 and taken.kept_tokens == 64
-    assert np.frombuffer(engine.snapshots.open("talk", "s").tokens, np.uint32).tolist() == [*prompt, *said]
-
-
 def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prompts: Prompts) -> None:
     """Before anything is pinned."""
     engine = make_engine(blocks=64, host_blocks=64)
@@ -186,61 +159,6 @@ def test_blocks_are_safe_on_disk_before_the_manifest_names_them(
     assert done[0] == "write" and done[-2:] == ["persist", "write_manifest"], done
 
 
-def test_blocks_that_the_disk_has_evicted_are_written_again_for_it(
-    make_engine: Make, prompts: Prompts, tmp_path: Path
-) -> None:
-    """Host memory still has them, and they count as written: a snapshot of them outlives the process all the
-    same."""
-    disk = {"ssd_dir": tmp_path, "ssd_gib": 0.0012}
-    engine = make_engine(blocks=32, host_blocks=600, **disk)
-    whole = generate(engine, prompts(70), max_tokens=4)
-    settle_all(engine)
-    fill(engine, prompts)
-    keys = engine.cache.prefix_of(prompts(70)).keys  # type: ignore[union-attr]
-    store: Any = engine.cache.cold_tiers["ssd"].calls.store
-    assert engine.cache.loads._host.num_leading(keys) == 4 and store.num_leading(keys) == 0
-    with running(engine):
-        assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
-    assert store.num_leading(keys) == 4
-    engine.close(20.0)
-    again = make_engine(blocks=32, host_blocks=600, **disk)
-    wait_scanned(again)
-    found = generate(again, prompts(70), max_tokens=4)
-    assert found.tokens == whole.tokens and found.source is not None and found.source.ssd == 64
-
-
-def test_what_a_snapshot_keeps_is_what_the_disk_has(
-    make_engine: Make, prompts: Prompts, tmp_path: Path
-) -> None:
-    """Host memory has all of it, until the process ends."""
-    engine = make_engine(blocks=64, host_blocks=64, ssd_dir=tmp_path, ssd_gib=0.01)
-    generate(engine, prompts(70))
-    settle_all(engine)
-    with running(engine):
-        assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
-    store: Any = engine.cache.cold_tiers["ssd"].calls.store
-    key = engine.cache.prefix_of(prompts(70)).keys[2]  # type: ignore[union-attr]
-    store._now.index.forget(key, store._now.index.find_each([key])[0])
-    assert engine.snapshots.begin_find("talk").result(60.0).kept_tokens == 32
-
-
-def test_a_block_that_lands_in_host_memory_later_is_pinned_there(make_engine: Make, prompts: Prompts) -> None:
-    engine = make_engine(blocks=64, host_blocks=16)
-    generate(engine, prompts(70), max_tokens=1)
-    settle_all(engine)
-    later = engine.cache.prefix_of(prompts(60, 5)).keys  # type: ignore[union-attr]
-    host = engine.cache.loads._host
-    host.pin_keys("later", later)
-    generate(engine, prompts(60, 5), max_tokens=1)
-    settle_all(engine)
-    assert host.num_leading(later) == 3
-    for _ in range(2):
-        fill(engine, prompts, 20)
-        assert host.num_leading(later) == 3
-    host.unpin_keys("later")
-    assert host.pool.counts.pinned == 0
-
-
 def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(
     make_engine: Make, prompts: Prompts
 ) -> None:
@@ -261,31 +179,6 @@ def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(
     settle_all(engine)
     again = generate(engine, prompts(1024), max_tokens=4)
     assert again.tokens == first.tokens and again.source is not None and again.source.host >= 512
-
-
-def test_a_cancel_while_it_is_continued_leaves_the_snapshot(
-    make_engine: Make, prompts: Prompts, tmp_path: Path
-) -> None:
-    engine = make_engine(blocks=32, host_blocks=16, ssd_dir=tmp_path, ssd_gib=0.01)
-    whole = generate(engine, [*prompts(150), 5, 6], max_tokens=4)
-    settle_all(engine)
-    with running(engine):
-        engine.snapshots.take(request(prompts(150)))
-    fill(engine, prompts)
-    tokens = np.frombuffer(engine.snapshots.open("talk").tokens, np.uint32).tolist()
-    for turns in range(6):
-        cancelled = submit(engine, [*tokens, 5, 6], max_tokens=50)
-        for _ in range(turns):
-            engine.step()
-        engine.cancel(cancelled.request_id)
-        while engine.has_work():
-            if not engine.step():
-                engine.wait_work(1.0)
-        settle_all(engine)
-        engine.check()
-    again = generate(engine, [*tokens, 5, 6], max_tokens=4)
-    assert again.tokens == whole.tokens and again.source is not None and again.source.computed == 152 - 144
-    assert engine.snapshots.begin_find("talk").result(60.0).pinned
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
@@ -370,7 +263,7 @@ def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
     settle_all(engine)
     registry, gate = engine.snapshots, threading.Event()
     registry._begin(lambda: gate.wait(60.0))  # a tier that does not answer
-    monkeypatch.setattr("penstock.engine.snapshots.TAKE_S", 0.01)
+    monkeypatch.setattr("penstock.engine.cache_calls.TAKE_S", 0.01)
     with pytest.raises(DeadlineExceeded):
         take(engine, request(prompts(70)))
     monkeypatch.undo()
@@ -395,7 +288,9 @@ def test_blocks_that_only_the_device_has_are_saved_under_whose_they_are(
     salt = "" if whose == "adapter" else "mine"
     fill(engine, prompts, 12)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    engine.submit(prompts(70), params, lambda event: None, session="agent", cache_salt=salt, adapter=adapter)
+    engine.submit(
+        Submission(prompts(70), params, session="agent", cache_salt=salt, adapter=adapter), lambda event: None
+    )
     run_all(engine)
     settle_all(engine)
     keys = engine.cache.prefix_of(prompts(70), salt, adapter).keys  # type: ignore[union-attr]

@@ -3,78 +3,20 @@ hands on to whom."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from penstock.contract import Adapter, CacheHint, FinishReason, Prefix, SamplingParams, TokenEvent
-from penstock.engine import turns as turns_module
+from penstock.contract import Adapter, CacheHint, FinishReason, Prefix, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
-from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.engine.sessions import Sessions
 from penstock.errors import InvalidRequest
-from tests.support.driving import generate, run_all, submit
+from tests.support.driving import run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
-
-# ---------------------------------------------------------------------------------------------------- figures
-
-
-def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a clock that only these three move, each by another amount."""
-    engine = make_engine(host_blocks=16)
-    generate(engine, prompts(20))
-    now, calls = [100.0], Counter[str]()
-
-    def takes(name: str, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            calls[name] += 1
-            now[0] += seconds
-            return call(*args)
-
-        return timed
-
-    cache = engine.cache
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
-    monkeypatch.setattr(RunningStep, "wait_result", takes("result", 1.0, RunningStep.wait_result))
-    monkeypatch.setattr(cache, "submit_saves", takes("save", 100.0, cache.submit_saves))
-    monkeypatch.setattr(cache, "settle", takes("settle", 10_000.0, cache.settle))
-    before = engine.stats().blocked_s
-    generate(engine, prompts(40, seed=1), max_tokens=4)
-    after = engine.stats().blocked_s
-    took = {name: after[name] - before[name] for name in after}
-    expected = {
-        "result": calls["result"],
-        "mask": 0.0,
-        "save": 100.0 * calls["save"],
-        "settle": 10_000.0 * calls["settle"],
-    }
-    assert took == pytest.approx(expected)
-    assert calls["result"] == calls["save"] == 4 and calls["settle"] > 4
-
-
-def test_every_count_of_a_snapshot_is_a_copy(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """Whoever changes what it was given changes nothing of the engine's."""
-    engine = make_engine(host_blocks=16)
-    generate(engine, prompts(20))
-    for turn in range(2):
-        stats = engine.stats()
-        counts = (stats.requests, stats.prompt_tokens, stats.blocked_s, stats.cache, stats.sanitizer)
-        for kept in (*counts, *stats.kv_blocks.values()):
-            assert "what a reader adds" not in kept, turn
-            kept["what a reader adds"] = 7
-        histograms = stats.ttft, stats.inter_token, stats.resume
-        assert [sum(histogram.counts) for histogram in histograms] == [1, 7, 0], turn
-        for histogram in histograms:
-            histogram.add(0.001, times=1000)
-
 
 # ------------------------------------------------------------------------------------------------------ turns
 
@@ -84,7 +26,7 @@ def test_a_turn_in_which_anything_was_done_is_followed_by_another_at_once(
 ) -> None:
     engine = make_engine()
     assert not engine.step(), "nothing is there"
-    for part, name in ((engine.cache, "settle"), (engine._sessions, "step")):
+    for part, name in ((engine.cache, "settle"), (engine.kv.sessions, "step")):
         with monkeypatch.context() as patched:
             patched.setattr(part, name, lambda: True)
             assert engine.step(), name
@@ -109,14 +51,8 @@ def test_everything_about_a_request_reaches_the_scheduler_and_the_sessions(
     params = SamplingParams(max_tokens=3, seed=11, repetition_penalty=1.5)
     prompt = [*prompts(20), *prompts(20)]
     name = engine.submit(
-        prompt,
-        params,
+        Submission(prompt, params, cache_salt="salt", id="mine", priority=-7, session="chat", hint=hint),
         heard.append,
-        cache_salt="salt",
-        request_id="mine",
-        priority=-7,
-        session="chat",
-        hint=hint,
     )
     engine._inbox.run_some()
     request = engine.parts.scheduler.lives["mine"].request
@@ -134,32 +70,17 @@ def test_a_prefetch_of_a_prompt_is_that_of_its_salt_and_adapter(
 ) -> None:
     engine, prompt, adapter = make_engine(), prompts(40), Adapter("tuned", "d" * 64)
     asked: list[tuple[str, str | Prefix]] = []
-    monkeypatch.setattr(engine._sessions, "prefetch", lambda salt, what: asked.append((salt, what)))
+    monkeypatch.setattr(engine.kv.sessions, "prefetch", lambda salt, what: asked.append((salt, what)))
     for salt, which in (("", None), ("a", None), ("", adapter), ("a", adapter)):
-        engine.prefetch(prompt, cache_salt=salt, adapter=which)
+        engine.kv.prefetch(prompt, cache_salt=salt, adapter=which)
         engine.step()
         assert asked.pop() == (salt, engine.cache.prefix_of(prompt, salt, which))
-    engine.prefetch(session="chat", cache_salt="a")
+    engine.kv.prefetch(session="chat", cache_salt="a")
     engine.step()
     assert asked == [("a", "chat")]
     for bad in ([], [10**6]):
         with pytest.raises(InvalidRequest):
-            engine.prefetch(bad)
-
-
-def test_a_reset_is_of_device_and_host_memory_unless_said_otherwise(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(host_blocks=16)
-    asked: list[Sequence[str]] = []
-    begin = engine.cache.reset
-    monkeypatch.setattr(engine.cache, "reset", lambda tiers: asked.append(tuple(tiers)) or begin(tiers))
-    loop = EngineLoop(engine)
-    loop.start()
-    engine.reset_cache()
-    engine.reset_cache(["device"])
-    loop.close(20.0)
-    assert asked == [("device", "host"), ("device",)]
+            engine.kv.prefetch(bad)
 
 
 # --------------------------------------------------------------------------------------------------- the loop
@@ -178,7 +99,9 @@ def test_a_loop_that_failed_says_so_before_anybody_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.parts.scheduler, "plan", burst)
-        engine.submit(prompts(10), SamplingParams(max_tokens=1), lambda event: seen.append(loop.failed()))
+        engine.submit(
+            Submission(prompts(10), SamplingParams(max_tokens=1)), lambda event: seen.append(loop.failed())
+        )
         loop.start()
         loop.close(20.0)
     assert len(seen) == 1 and isinstance(seen[0], RuntimeError)

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
-from penstock.engine import engine as engine_module
+from penstock.contract import Adapter, FinishReason, SamplingParams, Submission, TokenEvent
+from penstock.engine import cache_calls as calls_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
-from penstock.kv.table import BlockTable
-from penstock.kv.tiers.host import HostLease
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest
 from penstock.models.lora import AdapterWeights
 from penstock.testing.sanitized import build_sanitized
 from penstock.testing.stores import MemoryStore
@@ -92,15 +90,15 @@ def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(
     save.hold()
     running = submit(engine, prompts(40))
     until(engine, lambda: len(running.tokens) > 2 and engine.cache.num_in_flight > 0)
-    flush = asked(lambda: engine.wait_flushed("visible", 600.0))
-    until(engine, lambda: bool(engine._flushes))
+    flush = asked(lambda: engine.kv.wait_flushed("visible", 600.0))
+    until(engine, lambda: bool(engine.kv.flushes))
     monkeypatch.setattr(engine.parts.scheduler, "cancel", burst)
     engine.cancel(running.request_id)  # a command that raises, and stands before all others
     queued = submit(engine, prompts(20, seed=1))
-    reset = asked(engine.reset_cache)
-    late_flush = asked(lambda: engine.wait_flushed("captured", 600.0))
+    reset = asked(engine.kv.reset)
+    late_flush = asked(lambda: engine.kv.wait_flushed("captured", 600.0))
     soon(lambda: len(engine._inbox) == 4)
-    prefetch, given_up = engine.prefetch(prompts(20)), engine.prefetch(session="agent")
+    prefetch, given_up = engine.kv.prefetch(prompts(20)), engine.kv.prefetch(session="agent")
     assert given_up.cancel()
     engine.fail_all(RuntimeError("the device is gone"))
     assert isinstance(prefetch.exception(timeout=0), EngineClosed)
@@ -118,11 +116,11 @@ def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(
 def test_a_listener_that_raises_keeps_nobody_from_being_told(prompts: Prompts, error: BaseException) -> None:
     engine = build()
     first, raising, last = submit(engine, prompts(10)), Raising(error), Collected()
-    engine.submit(prompts(10, seed=1), PARAMS, raising)
-    engine.submit(prompts(10, seed=2), PARAMS, last.events.append)
+    engine.submit(Submission(prompts(10, seed=1), PARAMS), raising)
+    engine.submit(Submission(prompts(10, seed=2), PARAMS), last.events.append)
     engine._inbox.run_all()
     in_the_inbox = Raising(error)
-    engine.submit(prompts(10, seed=3), PARAMS, in_the_inbox)
+    engine.submit(Submission(prompts(10, seed=3), PARAMS), in_the_inbox)
     behind_it = submit(engine, prompts(10, seed=4))
     engine.fail_all(RuntimeError("the device is gone"))
     for one in (first, raising, last, in_the_inbox, behind_it):
@@ -135,9 +133,9 @@ def test_after_a_failure_everything_is_refused_with_its_reason_and_nothing_piles
     engine.refuse("the server is shutting down")
     calls: list[Callable[[], object]] = [
         lambda: submit(engine, prompts(10)),
-        engine.reset_cache,
-        lambda: engine.wait_flushed("visible", 600.0),
-        lambda: engine.prefetch(session="agent"),
+        engine.kv.reset,
+        lambda: engine.kv.wait_flushed("visible", 600.0),
+        lambda: engine.kv.prefetch(session="agent"),
     ]
     for call in calls:
         with pytest.raises(EngineClosed, match="the device is gone"):
@@ -169,69 +167,7 @@ def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_l
     engine.close(20.0)
 
 
-def test_a_reset_that_raises_ends_with_what_it_raised_and_so_does_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = build()
-    monkeypatch.setattr(engine.cache, "reset", burst)
-    loop = EngineLoop(engine)
-    loop.start()
-    assert str(failure_of(asked(engine.reset_cache))) == "the device is gone"
-    loop.close(0.0)
-    assert isinstance(loop.failed(), RuntimeError)
-
-
 # ----------------------------------------------------------------------------------------- closing is bounded
-
-
-class Turns:
-    """Counts the turns of an engine that did nothing, and how often it waited."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.num_idle = self.num_waits = 0
-        self.enough = threading.Event()
-        self._step, self._bell = engine.step, engine._inbox._bell
-        engine.step = self.step  # type: ignore[method-assign]
-        engine._inbox._bell = self  # type: ignore[assignment]
-
-    def step(self) -> bool:
-        done = self._step()
-        self.num_idle += not done
-        if self.num_idle > 200:
-            self.enough.set()
-        return done
-
-    def locked(self) -> bool:
-        return self._bell.locked()
-
-    def release(self) -> None:
-        self._bell.release()
-
-    def acquire(self, timeout: float) -> bool:
-        self.num_waits += 1
-        return self._bell.acquire(timeout=timeout)
-
-
-def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = build(host_blocks=64, remote="memory://")
-    generate(engine, prompts(100))
-    only_colder(engine)
-    loop = EngineLoop(engine)
-    with held(shared, "read"):
-        found = submit(engine, prompts(100))
-        loop.start()
-        shared.gate.wait_came()
-        closing = asked(lambda: loop.close(30.0))
-        soon(lambda: engine._inbox._closed is not None)
-        turns = Turns(engine)
-        assert turns.enough.wait(30.0)
-        num_idle, num_waits = turns.num_idle, turns.num_waits
-        assert num_waits >= num_idle - 2, f"{num_idle} turns with nothing to do, and {num_waits} waits"
-    assert failure_of(closing) is None
-    assert found.finish is FinishReason.LENGTH and loop.failed() is None
 
 
 @pytest.mark.parametrize("hanging", ["write", "close", "reset", "persist"])
@@ -244,11 +180,11 @@ def test_closing_is_bounded_though_a_store_hangs(prompts: Prompts, shared: Memor
         if hanging == "write":
             generate(engine, prompts(40, seed=1))
         if hanging == "reset":
-            reset = asked(lambda: engine.reset_cache(("remote",)))
+            reset = asked(lambda: engine.kv.reset(("remote",)))
         if hanging in ("write", "persist"):
-            flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
+            flush = asked(lambda: engine.kv.wait_flushed("persisted", 600.0))
         if reset is not None or flush is not None:
-            until(engine, lambda: bool(engine._flushes))
+            until(engine, lambda: bool(engine.kv.flushes))
         if hanging != "close":
             until(engine, lambda: hanging in shared.calls and engine.is_transferring())
         with pytest.raises(DeadlineExceeded):
@@ -277,21 +213,6 @@ def test_closing_is_bounded_though_a_save_hangs_and_requests_are_told(prompts: P
     engine.close(20.0)
 
 
-def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = build(host_blocks=64, remote="memory://")
-    _, save = gates(engine)
-    save.hold()
-    generate(engine, prompts(100))
-    flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
-    until(engine, lambda: bool(engine._flushes))
-    save.let()
-    engine.close(20.0)
-    assert failure_of(flush) is None and len(shared.blocks) == 6
-
-
 # ---------------------------------------------------------------- a submit that is refused at the last moment
 
 
@@ -304,39 +225,6 @@ def adapted(engine: Engine) -> Adapter:
     """An adapter that changes nothing, under a name."""
     engine.adapters._read = lambda directory: Files()  # type: ignore[assignment, return-value]
     return engine.adapters.load("tuned", Path("anywhere")).adapter
-
-
-def test_a_listener_that_raises_at_its_last_event_lets_go_of_its_adapter(prompts: Prompts) -> None:
-    engine = build()
-    adapter = adapted(engine)
-    raising = Raising(ValueError("mine"))
-    engine.submit(prompts(10), PARAMS, raising, adapter=adapter)
-    engine._inbox.run_all()
-    assert engine.adapters._num_holds[adapter.digest] == 1
-    engine.cancel(raising.events[0].request_id if raising.events else engine._outbox.open_ids()[0])
-    engine._inbox.run_all()
-    assert (
-        raising.events[-1].finish is FinishReason.CANCELLED
-        and engine.adapters._num_holds[adapter.digest] == 0
-    )
-    engine.close(20.0)
-
-
-def test_a_request_is_told_though_its_lease_cannot_be_ended(
-    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build(host_blocks=64)
-    generate(engine, prompts(100))
-    settle_all(engine)
-    engine.cache.reset(("device",))
-    found = submit(engine, prompts(100))
-    monkeypatch.setattr(HostLease, "end", burst)
-    engine.fail_all(RuntimeError("the step broke"))
-    assert (
-        len(found.events) == 1
-        and found.finish is FinishReason.ERROR
-        and ("the step broke") in str(found.error)
-    )
 
 
 def test_a_device_that_fails_while_a_step_is_waited_for_ends_its_requests_with_the_error(
@@ -390,7 +278,7 @@ def test_a_submit_that_is_refused_at_the_last_moment_keeps_nothing(
     monkeypatch.setattr(engine.cache, "lease", refuses)
     told: list[TokenEvent] = []
     with pytest.raises((EngineClosed, InvalidRequest)):
-        engine.submit(prompts(100), PARAMS, told.append, adapter=adapter)
+        engine.submit(Submission(prompts(100), PARAMS, adapter=adapter), told.append)
     assert engine.adapters._num_holds[adapter.digest] == 0, "its adapter's hold"
     assert len(engine.cache.host.leases) == 0, "its lease"
     assert told == [] and len(engine._inbox) == 0
@@ -425,30 +313,6 @@ def test_a_warm_up_that_fails_gives_back_its_block(
     assert nothing_held(engine)
 
 
-def test_a_warm_up_goes_without_a_block_where_there_is_none(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    monkeypatch.setattr(BlockTable, "try_extend", lambda table, num: False)
-    monkeypatch.setattr("penstock.engine.execution.warm.run_all", divides)
-    engine.warm()
-    assert nothing_held(engine)
-
-
-@pytest.mark.parametrize("what", ["prefix_of", "lease"])
-def test_a_submission_that_fails_on_its_way_is_nobodys(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    engine = make_engine(host_blocks=16)
-    generate(engine, prompts(40))
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.cache, what, divides)
-        with pytest.raises(ZeroDivisionError):
-            submit(engine, prompts(40))
-    assert not engine.has_work() and len(engine._outbox) == 0
-    assert len(generate(engine, prompts(40)).tokens) == 8
-
-
 # ---------------------------------------------------------------------------------------------- whoever waits
 
 
@@ -457,16 +321,16 @@ def test_a_reset_and_a_flush_that_take_too_long_say_which_and_for_how_long(
 ) -> None:
     """Nobody runs the engine."""
     engine = make_engine(host_blocks=16)
-    monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.001)
+    monkeypatch.setattr(calls_module, "RESET_DEADLINE_S", 0.001)
     with pytest.raises(
         DeadlineExceeded, match=r"the cache was not reset within 0\.001 s; it continues in the background"
     ):
-        engine.reset_cache()
+        engine.kv.reset()
     for level in ("captured", "visible"):
         with pytest.raises(DeadlineExceeded, match=rf"the cache was not {level} within 0\.002 s"):
-            engine.wait_flushed(level, 0.002)  # type: ignore[arg-type]
+            engine.kv.wait_flushed(level, 0.002)  # type: ignore[arg-type]
     run_all(engine)
-    assert not engine._flushes
+    assert not engine.kv.flushes
 
 
 def test_what_can_be_waited_for_depends_on_the_tiers(
@@ -474,7 +338,7 @@ def test_what_can_be_waited_for_depends_on_the_tiers(
 ) -> None:
     engine = make_engine(host_blocks=16)
     with pytest.raises(InvalidRequest, match="nothing outlives this process"):
-        engine.wait_flushed("persisted", 1.0)
+        engine.kv.wait_flushed("persisted", 1.0)
     durable = make_engine(host_blocks=16, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.1)
     begun: list[str] = []
     for name in ("persist", "submit_saves"):
@@ -483,21 +347,6 @@ def test_what_can_be_waited_for_depends_on_the_tiers(
     loop = EngineLoop(durable)
     loop.start()
     for level in ("captured", "visible", "persisted"):
-        durable.wait_flushed(level, 30.0)  # type: ignore[arg-type]
+        durable.kv.wait_flushed(level, 30.0)  # type: ignore[arg-type]
     loop.close(20.0)
     assert begun == ["submit_saves", "submit_saves", "persist"]
-
-
-def test_an_overload_ends_the_prefetch_that_met_it_and_nothing_else(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-
-    def full(*_: Any) -> Any:
-        raise Overloaded("16 are under way")
-
-    monkeypatch.setattr(engine._sessions, "prefetch", full)
-    done = engine.prefetch(prompts(40))
-    engine.step()
-    assert isinstance(done.exception(0), Overloaded)
-    assert len(generate(engine, prompts(20)).tokens) == 8

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, SamplingParams, Submission, TokenEvent
 from penstock.engine import engine as engine_module
 from penstock.engine import loop as loop_module
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.errors import EngineClosed, StepFailed
+from penstock.errors import EngineClosed
 from penstock.models.progress import Progress
 from penstock.testing.sanitized import build_sanitized, check_silent
-from tests.support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import tiny_config
 
 
 class Ended:
@@ -61,13 +60,13 @@ def test_requests_from_many_threads_are_all_served(engine: Engine, prompts: Call
     loop.start()
     ended = [Ended() for _ in range(12)]
     threads = [
-        threading.Thread(target=engine.submit, args=(prompts(10 + i, i), sampling(), e))
+        threading.Thread(target=engine.submit, args=(Submission(prompts(10 + i, i), sampling()), e))
         for i, e in enumerate(ended)
     ]
     for thread in threads:
         thread.start()
     assert all(e.wait().finish is FinishReason.LENGTH and len(e.tokens) == 8 for e in ended)
-    assert engine.reset_cache() == {"device": 12}, "each has filled one block"
+    assert engine.kv.reset() == {"device": 12}, "each has filled one block"
     assert loop.beat_age_s() < 5
     loop.close(5.0)
     assert loop.failed() is None
@@ -80,11 +79,11 @@ def test_closing_cancels_what_does_not_end_by_the_deadline(
     loop = EngineLoop(engine)
     loop.start()
     ended = Ended()
-    engine.submit(prompts(10), sampling(max_tokens=1900), ended)
+    engine.submit(Submission(prompts(10), sampling(max_tokens=1900)), ended)
     loop.close(0.0)
     assert ended.wait().finish in (FinishReason.CANCELLED, FinishReason.ERROR)
     with pytest.raises(EngineClosed):
-        engine.submit(prompts(10), sampling(), ended)
+        engine.submit(Submission(prompts(10), sampling()), ended)
 
 
 # Holds invariant 27: closing is bounded. Lanes that are idle end in a moment, and have one though nothing is
@@ -115,33 +114,6 @@ def test_all_that_closing_waits_for_has_one_deadline(
     assert given == {"snapshots": 20.0, "transfers": 8.0, "lane": left_s}
 
 
-def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[..., list[int]]) -> None:
-    loop = EngineLoop(engine)
-    loop.start()
-    ended = Ended()
-    engine.submit(prompts(10), sampling(max_tokens=100), ended)
-    while not ended.tokens:
-        assert loop.beat_age_s() < 20
-    loop.close(30.0)
-    assert ended.wait().finish is FinishReason.LENGTH and len(ended.tokens) == 100
-
-
-def test_closing_waits_for_its_thread_longer_than_requests_may_run(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = EngineLoop(engine)
-    waited_s: list[float] = []
-    join = loop._thread.join
-
-    def joining(timeout_s: float) -> None:
-        waited_s.append(timeout_s)
-        join(timeout_s)
-
-    monkeypatch.setattr(loop._thread, "join", joining)
-    loop.close(600.0)
-    assert waited_s == [600.0 + loop_module._CLOSE_S + loop_module._MARGIN_S]
-
-
 # Holds invariant 25: the engine thread does not die silently.
 def test_a_failing_loop_ends_every_request_and_says_why(
     engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
@@ -152,34 +124,14 @@ def test_a_failing_loop_ends_every_request_and_says_why(
     monkeypatch.setattr(engine.parts.scheduler, "plan", burst)
     loop = EngineLoop(engine)
     ended = Ended()
-    engine.submit(prompts(10), sampling(), ended)
+    engine.submit(Submission(prompts(10), sampling()), ended)
     loop.start()
     last = ended.wait()
     assert last.finish is FinishReason.ERROR and last.error is not None and "the plan is void" in last.error
     with pytest.raises(EngineClosed, match="the plan is void"):
-        engine.submit(prompts(10), sampling(), ended)
+        engine.submit(Submission(prompts(10), sampling()), ended)
     loop.close(5.0)
     assert isinstance(loop.failed(), RuntimeError)
-
-
-def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
-    engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = submit(engine, prompts(20), max_tokens=30)
-    for _ in range(4):
-        engine.step()  # it decodes, in a replay
-    model = engine.parts.executor.target.model
-    whole = model.layer
-
-    def layer(*_: Any) -> Any:
-        raise StepFailed("the layer burst")
-
-    monkeypatch.setattr(model, "layer", layer)
-    run_all(engine)
-    assert found.finish is FinishReason.ERROR and 0 < len(found.tokens) < 30
-    monkeypatch.setattr(model, "layer", whole)
-    assert len(generate(engine, prompts(20)).tokens) == 8
-    engine.close(timeout_s=20.0)
 
 
 def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(
@@ -194,7 +146,7 @@ def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(
         loop.start()
     assert "no such kernel" in str(raised.value.__cause__) and isinstance(loop.failed(), RuntimeError)
     with pytest.raises(EngineClosed, match="no such kernel"):
-        engine.submit([1, 2], sampling(), Ended())
+        engine.submit(Submission([1, 2], sampling()), Ended())
     loop.close(5.0)
 
 
@@ -224,27 +176,6 @@ def test_a_loop_that_is_closed_before_it_is_started_closes_its_engine_and_never_
     with pytest.raises(EngineClosed, match="before it was started"):
         loop.start()
     assert loop.failed() is None and engine.ended is not None
-
-
-def test_a_loop_that_several_start_at_once_is_started_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_go_on, is_warming = threading.Event(), threading.Event()
-
-    def warm(*_: object) -> None:
-        is_warming.set()
-        assert may_go_on.wait(20.0)
-
-    monkeypatch.setattr(engine, "warm", warm)
-    loop = EngineLoop(engine)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(loop.start)
-        assert is_warming.wait(20.0)
-        second = pool.submit(loop.start)
-        assert not second.done() or second.exception() is None
-        may_go_on.set()
-        assert first.result(20.0) is second.result(20.0) is None
-    loop.close(5.0)
 
 
 def test_a_loop_that_warms_up_beats_as_it_gets_further_and_is_warm_when_it_is_over(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import torch
 
 from penstock.config import Config
 from penstock.contract import KvSource
-from penstock.engine.build import _scope
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv import build as build_module
 from penstock.kv.blocks.key import Scope
 from penstock.models.layers import rope_table
@@ -116,85 +113,6 @@ def test_the_table_of_a_scheme_follows_from_what_the_scope_says() -> None:
         assert len(tables) == {"dynamic": 3, "longrope": 2}.get(rope["rope_type"], 1)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize(
-    ("trained", "theta"),
-    [
-        (256, 5.0),
-        *((trained, theta) for trained in (128, 4096, 32768, 1 << 20) for theta in (1000.0, 10000.0, 1e6)),
-    ],
-)
-def test_yarn_stretches_pairs_by_their_turns_in_the_trained_context(
-    trained: int, theta: float, truncate: bool
-) -> None:
-    """As its paper and files have it: also where the last bound lies behind the last pair, or the first
-    before the first."""
-    factor, dim = 4.0, 16
-    scaling = RopeScaling("yarn", factor, trained, beta_fast=32.0, beta_slow=1.0, truncate=truncate)
-    first, last = (
-        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32.0, 1.0)
-    )
-    if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    for pair, found in enumerate(scaling.frequencies(theta, dim).tolist()):
-        share = min(1.0, max(0.0, (pair - first) / max(last - first, 0.001)))
-        plain = theta ** (-2 * pair / dim)
-        assert found == pytest.approx(plain * (1 - share) + plain / factor * share, rel=1e-4)
-
-
-def test_a_scheme_that_follows_from_a_length_has_no_table_without_one() -> None:
-    for name in ("dynamic", "longrope"):
-        with pytest.raises(InvariantBroken, match="without the length of the run"):
-            rope_table(config_of(SCHEMES[name]))
-
-
-def test_a_scheme_says_how_far_a_context_may_reach() -> None:
-    reach = {
-        name: (config.default_len, config.max_position)
-        for name, rope in SCHEMES.items()
-        for config in (config_of(rope),)
-    }
-    assert reach == {
-        "linear": (2048, 8192),
-        "dynamic": (2048, 8192),
-        "llama3": (2048, 2048),
-        "yarn": (2048, 2048),
-        "longrope": (2048, 2048),
-    }
-    beyond = config_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024})
-    assert (beyond.default_len, beyond.max_position) == (4096, 4096), (
-        "what yarn stretches to, though the config states less"
-    )
-    within = config_of({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 1024})
-    assert (within.default_len, within.max_position) == (2048, 2048), (
-        "what the config states, though yarn stretches to less"
-    )
-
-
-def test_only_yarn_llama3_and_longrope_ask_what_a_context_was_before() -> None:
-    """Dynamic positions grow from what a config states, whatever it says of earlier; `transformers` does the
-    same."""
-    for kind in ("linear", "dynamic"):
-        rope = {"rope_type": kind, "factor": 4.0}
-        assert config_of({**rope, "original_max_position_embeddings": 512}) == config_of(rope)
-        assert config_of(rope, original_max_position_embeddings=512) == config_of(rope)
-
-
-def test_both_spellings_and_both_places_say_the_same() -> None:
-    plain = config_json(TINY_LLAMA)
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 512}
-    spellings: list[dict[str, Any]] = [
-        {"rope_scaling": {"type": "yarn", **yarn}},
-        {"rope_scaling": {"rope_type": "yarn", **yarn}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, **yarn}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 512},
-    ]
-    assert len({parse_config({**plain, **spelling}, "config.json") for spelling in spellings}) == 1
-    su, longrope = ({**SCHEMES["longrope"], "rope_type": name} for name in ("su", "longrope"))
-    assert config_of(su) == config_of(longrope)
-
-
 # --------------------------------------------------------------------------------------------- with an engine
 
 
@@ -238,30 +156,6 @@ def test_cached_kv_of_one_table_is_not_read_under_another(
     assert [one.source for one in found] == expected[scheme]
     again = answer(started(limited(config, lengths[0])), prompt)
     assert again.source == read and again.tokens == found[0].tokens, "the same table finds its KV"
-
-
-def test_a_longer_context_than_the_scheme_reaches_is_refused(
-    tmp_path: Path,
-    started: Callable[[Config], Engine],  # noqa: F811
-) -> None:
-    config = serving(with_rope(tmp_path, SCHEMES["linear"]))
-    with pytest.raises(ConfigError, match="--max-model-len 2049 exceeds the 2048 positions"):
-        started(limited(config, 2049))
-
-
-def test_the_whole_scope_differs_where_the_table_does(
-    tmp_path: Path,
-    started: Callable[[Config], Engine],  # noqa: F811
-) -> None:
-    config = serving(with_rope(tmp_path, SCHEMES["longrope"]))
-    digests = []
-    for length in (64, 65):
-        parts = started(limited(config, length)).parts
-        model = parts.executor.target.model
-        digests.append(_scope(model, parts.arena.layout))
-    assert (
-        digests[0].position_scheme != digests[1].position_scheme and digests[0].weights != digests[1].weights
-    )
 
 
 def test_scaling_is_part_of_the_identity_of_weights_and_the_default_context_is_not() -> None:

@@ -3,7 +3,6 @@ them in. What a flush says is persisted is in the store, and what a reset was as
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, KvSource, SamplingParams
+from penstock.contract import FinishReason, KvSource, SamplingParams, Submission
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.errors import InvalidRequest, StoreFailed
+from penstock.errors import StoreFailed
 from penstock.testing.stores import MemoryStore
 from tests.cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
-from tests.cpu.engine.test_failed_engine import adapted, asked, soon
-from tests.cpu.engine.test_tiers import states, turn, until
+from tests.cpu.engine.test_failed_engine import asked, soon
+from tests.cpu.engine.test_tiers import turn, until
 from tests.support.driving import generate, run_all, settle_all, submit
 from tests.support.gates import gates
 
@@ -35,21 +34,21 @@ def done(engine: Engine, *answers: Future[Any]) -> list[Any]:
 
 def operator(engine: Engine, call: Callable[[], Any]) -> Future[Any]:
     """The engine thread has begun what it asks for when this returns."""
-    num = len(engine._flushes)
+    num = len(engine.kv.flushes)
     answer = asked(call)
     soon(lambda: len(engine._inbox) > 0)
     engine.step()
     # where it was over in the same turn, the thread that asked is yet to hear
-    soon(lambda: answer.done() or len(engine._flushes) > num)
+    soon(lambda: answer.done() or len(engine.kv.flushes) > num)
     return answer
 
 
 def flushing(engine: Engine) -> Future[Any]:
-    return operator(engine, lambda: engine.wait_flushed("persisted", 600.0))
+    return operator(engine, lambda: engine.kv.wait_flushed("persisted", 600.0))
 
 
 def resetting(engine: Engine, *tiers: str) -> Future[Any]:
-    return operator(engine, lambda: engine.reset_cache(tiers))
+    return operator(engine, lambda: engine.kv.reset(tiers))
 
 
 def test_a_flush_while_the_store_is_being_emptied_is_not_acknowledged_before_it_is_true(
@@ -97,13 +96,13 @@ def test_the_same_on_a_real_disk_with_the_engine_on_its_own_thread(
     loop = EngineLoop(engine)
     loop.start()
     for _ in range(10):
-        engine.wait_flushed("persisted", 60.0)
+        engine.kv.wait_flushed("persisted", 60.0)
         flush, reset = (
-            asked(lambda: engine.wait_flushed("persisted", 60.0)),
-            asked(lambda: engine.reset_cache(("ssd",))),
+            asked(lambda: engine.kv.wait_flushed("persisted", 60.0)),
+            asked(lambda: engine.kv.reset(("ssd",))),
         )
         assert flush.result(60.0) is None and reset.result(60.0) == {"ssd": 6}
-        engine.wait_flushed("persisted", 60.0)
+        engine.kv.wait_flushed("persisted", 60.0)
         assert engine.stats().kv_blocks["ssd"]["used"] == 6
     loop.close(5.0)
     assert loop.failed() is None
@@ -127,20 +126,6 @@ def test_a_reset_takes_what_was_queued_for_writing_before_it(
     assert len(shared.blocks) == 6
 
 
-def test_two_resets_at_once_both_end(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    generate(engine, prompts(SIX))
-    settle_all(engine)
-    with held(shared, "reset"):
-        first, second = resetting(engine, "remote"), resetting(engine, "device", "host", "remote")
-        shared.gate.wait_came()
-    assert done(engine, first, second) == [{"remote": 6}, {"device": 6, "host": 6, "remote": 0}]
-
-
 def test_a_store_that_fails_to_reset_says_so_to_who_asked_and_nothing_else_ends(
     make_engine: MakeEngine,
     prompts: Prompts,
@@ -154,58 +139,6 @@ def test_a_store_that_fails_to_reset_says_so_to_who_asked_and_nothing_else_ends(
     until(engine, lambda: reset.done())
     assert isinstance(reset.exception(), StoreFailed)
     assert generate(engine, prompts(SIX)).tokens == cold.tokens
-
-
-def test_a_request_that_was_leased_what_a_reset_takes_computes(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    cold = generate(engine, prompts(SIX))
-    only_colder(engine)
-    found = submit(engine, prompts(SIX))  # it has a lease, and waits in the inbox
-    with held(shared, "read"):  # which the reset overtakes
-        until(engine, lambda: states(engine).get("loading") == 1)
-        reset = resetting(engine, "device", "host", "remote")
-        until(engine, lambda: reset.done())
-    run_all(engine)
-    assert found.tokens == cold.tokens and found.source == KvSource(computed=SIX)
-    settle_all(engine)
-    engine.check()
-
-
-def test_what_was_read_while_the_store_was_being_emptied_is_written_by_the_next_flush(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    cold = generate(engine, prompts(SIX))
-    only_colder(engine)
-    with held(shared, "reset"):
-        reset = resetting(engine, "remote")
-        shared.gate.wait_came()
-        warm = generate(engine, prompts(SIX))
-        assert warm.source == KvSource(remote=96, computed=4) and warm.tokens == cold.tokens
-        assert not reset.done()
-    done(engine, reset)
-    settle_all(engine)
-    done(engine, flushing(engine))
-    assert len(shared.blocks) == 6
-
-
-def test_a_reset_of_host_memory_takes_what_a_waiting_request_wants_and_it_computes(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(host_blocks=64)
-    cold = generate(engine, prompts(SIX))
-    settle_all(engine)
-    engine.cache.reset(("device",))
-    found = submit(engine, prompts(SIX))
-    assert engine.cache.reset(("device", "host")).forgotten == {"device": 0, "host": 6}
-    run_all(engine)
-    assert found.tokens == cold.tokens and found.source == KvSource(computed=100)
 
 
 def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(
@@ -233,7 +166,7 @@ def test_a_reset_that_was_asked_for_before_the_engine_closes_is_done(
     engine = make_engine(host_blocks=64, remote="memory://")
     generate(engine, prompts(SIX))
     settle_all(engine)
-    reset = asked(lambda: engine.reset_cache(("remote",)))
+    reset = asked(lambda: engine.kv.reset(("remote",)))
     soon(lambda: len(engine._inbox) == 1)
     engine.close(20.0)
     assert reset.result(30.0) == {"remote": 6} and not shared.blocks
@@ -254,21 +187,6 @@ def between(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], N
     monkeypatch.setattr(engine.cache, "lease", interrupted)
 
 
-def test_an_adapter_that_is_unloaded_in_the_middle_of_a_submit_stays_until_the_request_has_ended(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(host_blocks=64)
-    adapter = adapted(engine)
-    between(engine, monkeypatch, lambda: engine.adapters.unload("tuned") or None)
-    found = submit(engine, prompts(20), adapter=adapter)
-    assert engine.adapters.find("tuned") is None and adapter.digest in engine.adapters._weights
-    engine.cancel(found.request_id)
-    run_all(engine)
-    assert found.finish is FinishReason.CANCELLED and adapter.digest not in engine.adapters._weights
-    with pytest.raises(InvalidRequest):
-        submit(engine, prompts(20), adapter=adapter)
-
-
 def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_the_request(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,35 +194,10 @@ def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_
     between(engine, monkeypatch, lambda: engine.cancel("mine"))
     events: list[Any] = []
     engine.submit(
-        prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), events.append, request_id="mine"
+        Submission(prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), id="mine"), events.append
     )
     turn(engine, 4)
     assert events and all(event.finish is None for event in events)
     engine.cancel("mine")
     run_all(engine)
     assert [event.finish for event in events if event.finish] == [FinishReason.CANCELLED]
-
-
-def test_requests_that_were_submitted_before_a_refusal_end_and_later_ones_are_refused(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine()
-    start, found, refused = threading.Barrier(5), list[Any](), list[int]()
-
-    def crowd(number: int) -> None:
-        start.wait(30.0)
-        for i in range(20):
-            try:
-                found.append(submit(engine, prompts(20, seed=number), max_tokens=1))
-            except Exception:
-                refused.append(i)
-
-    threads = [threading.Thread(target=crowd, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    start.wait(30.0)
-    engine.refuse("enough")
-    for thread in threads:
-        thread.join(60.0)
-    run_all(engine)
-    assert len(found) + len(refused) == 80 and all(one.finish is FinishReason.LENGTH for one in found)

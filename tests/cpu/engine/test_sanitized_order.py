@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Waits
+from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Submission, Waits
 from penstock.engine.engine import Engine
-from penstock.errors import EngineClosed
 from penstock.kv.tiers.loads import BlockLoad
-from penstock.kv.transfer import ByteChecks, Group
+from penstock.kv.transfer import Group
 from penstock.lanes.cpu import CpuLane
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
@@ -59,22 +58,6 @@ def replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(lane, "replay", noted)
     return labels
-
-
-@pytest.mark.parametrize(("num_more", "layered"), [(10, False), (63, False), (64, True)])
-def test_a_short_step_waits_for_all_of_its_load_and_a_long_one_begins_with_its_first_layers(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, num_more: int, layered: bool
-) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    plans = launched_plans(engine, monkeypatch, load)
-    submit(engine, [*prompts(80), *prompts(num_more, seed=1)], max_tokens=1)
-    until(engine, lambda: bool(plans))
-    assert [one.layered for one in plans[0][1].loads.values()] == [layered]
-    run_all(engine)
 
 
 # Holds invariant 3: eager or replayed, a step waits for what it reads.
@@ -148,27 +131,6 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
     assert returning.tokens == cold.tokens and returning.source == KvSource(computed=80)
     settle_all(engine)
     check_at_rest(engine)
-
-
-def test_a_step_that_ends_while_its_load_is_still_being_compared_is_no_trouble(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In checked mode what has come back is compared on the device, which may take longer than the step that
-    waited for it."""
-    engine = make_engine(host_blocks=64)
-    cache = engine.cache
-    assert isinstance(cache.loads.mover.checks, ByteChecks)
-    cold = generate(engine, prompts(90), max_tokens=30)
-    forget(engine)
-    guard = cache.loads.mover.checks._guard
-    digests = guard.digests
-
-    def slow(arena: str, slots: Sequence[int]) -> list[int]:
-        threading.Event().wait(SLOW_S)
-        return digests(arena, slots)
-
-    monkeypatch.setattr(guard, "digests", slow)
-    assert generate(engine, prompts(90), max_tokens=30).tokens == cold.tokens
 
 
 def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it(
@@ -289,45 +251,9 @@ def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngi
     params = dataclasses.replace(
         engine.parts.scheduler.lives[first.request_id].request.sampling, max_tokens=1
     )
-    engine.submit(prompts(80), params, events.append, request_id=first.request_id)
+    engine.submit(Submission(prompts(80), params, id=first.request_id), events.append)
     run_all(engine)
     assert [event.finish for event in events] == [FinishReason.ERROR]
-    check_at_rest(engine)
-
-
-# Holds invariant 12: a request that comes after the close gives the lease back.
-def test_a_request_that_comes_too_late_gives_its_lease_back(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine closes its doors between the lease and the inbox."""
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    lease = engine.cache.lease
-
-    def slow(*args: Any) -> Any:
-        try:
-            return lease(*args)
-        finally:
-            engine.refuse("it is late")
-
-    monkeypatch.setattr(engine.cache, "lease", slow)
-    with pytest.raises(EngineClosed, match="it is late"):
-        submit(engine, prompts(80), max_tokens=1)
-    check_at_rest(engine)
-
-
-# Holds invariant 12: a lease goes back where the device has its blocks.
-def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """What was leased in host memory is on the device again by the time that the request is planned."""
-    engine = make_engine(host_blocks=64, max_batch=1)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    first = submit(engine, prompts(80), max_tokens=1)
-    second = submit(engine, prompts(80), max_tokens=1)
-    run_all(engine)
-    assert (first.source, second.source) == (KvSource(host=79, computed=1), KvSource(device=79, computed=1))
-    settle_all(engine)
     check_at_rest(engine)
 
 
@@ -352,25 +278,6 @@ def test_the_engine_thread_waits_for_no_save(
     generate(engine, prompts(80), max_tokens=4)
     settle_all(engine)
     assert engine.stats().kv_blocks["host"]["idle"] == 5
-
-
-# Holds invariant 6: a cancel waits for no transfer.
-def test_a_cancel_waits_for_no_transfer(make_engine: MakeEngine, prompts: Prompts) -> None:
-    engine = make_engine(host_blocks=64)
-    generate(engine, prompts(80), max_tokens=1)
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    busy(engine, prompts)
-    returning = submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: engine.stats().requests["loading"] == 1)
-    engine.cancel(returning.request_id)
-    threading.Timer(SLOW_S, load.let).start()
-    turn(engine)
-    assert returning.finish is FinishReason.CANCELLED
-    run_all(engine)
-    settle_all(engine)
-    check_at_rest(engine)
 
 
 # Holds invariant 6: the engine thread waits for no step before it has planned the next.
@@ -399,17 +306,17 @@ def test_a_flush_waits_for_the_newest_save(make_engine: MakeEngine, prompts: Pro
     flushed = threading.Event()
 
     def flush() -> None:
-        engine.wait_flushed("visible", 30.0)
+        engine.kv.wait_flushed("visible", 30.0)
         flushed.set()
 
     thread = threading.Thread(target=flush)
     thread.start()
-    until(engine, lambda: bool(engine._flushes))
+    until(engine, lambda: bool(engine.kv.flushes))
     save.let(1)
     until(engine, lambda: engine.cache.num_in_flight == 1)
     turn(engine, 3)
-    assert not flushed.is_set() and engine._flushes, "an earlier save that is over hides none that is not"
+    assert not flushed.is_set() and engine.kv.flushes, "an earlier save that is over hides none that is not"
     save.let()
-    until(engine, lambda: not engine._flushes)
+    until(engine, lambda: not engine.kv.flushes)
     thread.join(30.0)
     assert flushed.is_set() and engine.stats().kv_blocks["host"]["idle"] == 4

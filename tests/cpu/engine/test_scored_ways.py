@@ -106,10 +106,6 @@ def host(asked: Asked) -> Collected:
     return asked.run(asked.before(asked.make()))
 
 
-def part_in_host(asked: Asked) -> Collected:
-    return asked.run(asked.before(asked.make(), len(asked.prompt) - 70))
-
-
 def disk(asked: Asked) -> Collected:
     return asked.run(asked.elsewhere(ssd_dir=str(asked.path), ssd_gib=0.05))
 
@@ -164,10 +160,6 @@ def resumed(asked: Asked, engine: Engine | None = None) -> Collected:
     return answer
 
 
-def resumed_behind_exact(asked: Asked) -> Collected:
-    return resumed(asked, asked.before(asked.make()))
-
-
 def resumed_behind_scored(asked: Asked) -> Collected:
     num = (len(asked.prompt) - 30) // 64 * 64 + 2
     return resumed(asked, asked.before(asked.make(), num, "scored", max_tokens=2))
@@ -177,13 +169,11 @@ WAYS = {
     cold: "computed",
     device: "device",
     host: "host",
-    part_in_host: "host",
     disk: "ssd",
     store: "remote",
     snapshot: "ssd",
     behind_scored: "host",
     resumed: "computed",
-    resumed_behind_exact: "host",
     resumed_behind_scored: "host",
 }
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

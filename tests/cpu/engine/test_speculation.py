@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution import sampler
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.stages import Life, RunningRequest
-from penstock.models.registry import BUILT_IN
 from penstock.speculation.length import StepCosts
 from penstock.speculation.ngram import NgramProposer
-from tests.support.adapters import write_random_adapter
-from tests.support.driving import Collected, generate, run_all, settle_all, submit
+from tests.support.driving import Collected, generate, run_all, submit
 from tests.support.forced import forced
 
 Make = Callable[..., Engine]
@@ -131,12 +128,11 @@ def test_a_request_gets_the_tokens_and_scores_of_plain_decoding(
 
 
 @PLANS
-@pytest.mark.parametrize("seed", range(2))
-def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, prompts: Prompts) -> None:
+def test_many_requests_share_steps(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
     """Some with drafts, some without, beside prompts; some are cancelled."""
-    choose = random.Random(seed)
+    choose = random.Random(0)
     plain = make_engine(blocks=512)
-    engine, script = scripted(make_engine, ahead, seed=seed, blocks=512, host_blocks=512, max_batch=6)
+    engine, script = scripted(make_engine, ahead, blocks=512, host_blocks=512, max_batch=6)
     pairs = []
     for n in range(14):
         options: dict[str, Any] = choose.choice(OPTIONS)
@@ -215,35 +211,7 @@ def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts
 
 
 @PLANS
-def test_what_was_generated_is_found_again_in_every_tier(
-    ahead: bool, make_engine: Make, prompts: Prompts
-) -> None:
-    """Blocks filled by accepted drafts get the keys of their tokens; those of rejected ones are in no
-    block."""
-    plain = make_engine(blocks=64)
-    engine, script = scripted(make_engine, ahead, blocks=64, host_blocks=256)
-    prompt = prompts(30)
-    first = generate(plain, prompt, max_tokens=100)
-    found = answered(engine, script, prompt, first, max_tokens=100)
-    run_all(engine)
-    assert_same(found, first)
-    history = [*prompt, *first.tokens, 5, 6, 7]
-    right = generate(plain, history, max_tokens=20, logprobs=3)
-    again = answered(engine, script, history, right, max_tokens=20, logprobs=3)
-    run_all(engine)
-    assert_same(again, right)
-    assert again.source is not None and again.source.device >= 112
-    settle_all(engine)
-    engine.cache.reset(("device",))
-    run_all(engine)
-    third = answered(engine, script, history, right, max_tokens=20, logprobs=3)
-    run_all(engine)
-    assert_same(third, right)
-    assert third.source is not None and third.source.host >= 112
-
-
-@PLANS
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_tokens", [1, 3])
 def test_it_ends_where_plain_decoding_ends(
     num_tokens: int, ahead: bool, make_engine: Make, prompts: Prompts
 ) -> None:
@@ -263,52 +231,6 @@ def test_it_ends_where_plain_decoding_ends(
     assert stopped.tokens == right.tokens[:place] and stopped.finish is FinishReason.STOP
     assert stopped.events[-1].stop_token == stop
     engine.check()
-
-
-@PLANS
-def test_with_adapters_it_is_the_same(
-    ahead: bool, make_engine: Make, prompts: Prompts, tmp_path: Path
-) -> None:
-    plain = make_engine()
-    engine, script = scripted(make_engine, ahead)
-    pairs = []
-    for n in range(3):
-        directory = write_random_adapter(tmp_path / str(n), BUILT_IN["tiny-qwen3"], n)
-        theirs = plain.adapters.load(f"a{n}", directory).adapter
-        ours = engine.adapters.load(f"a{n}", directory).adapter
-        right = generate(plain, prompts(40), adapter=theirs, max_tokens=40)
-        pairs.append((answered(engine, script, prompts(40), right, adapter=ours, max_tokens=40), right))
-    run_all(engine)
-    for found, right in pairs:
-        assert_same(found, right)
-    assert len({tuple(right.tokens) for _, right in pairs}) == 3
-
-
-def test_drafts_are_counted_from_the_start_where_there_may_be_some(make_engine: Make) -> None:
-    """As none: whoever looks at a graph sees a line, and not that there is no such figure."""
-    stats = make_engine(speculate="ngram").stats()
-    assert stats.drafted == stats.accepted == (0,)
-    assert make_engine().stats().drafted == ()
-
-
-@PLANS
-def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
-    plain = make_engine()
-    engine, script = scripted(make_engine, ahead)
-    right = generate(plain, prompts(30), max_tokens=80)
-    found = answered(engine, script, prompts(30), right, max_tokens=80)
-    run_all(engine)
-    drafted, accepted = sum(num for num, _ in script.seen), sum(kept for _, kept in script.seen)
-    assert drafted > accepted > 0
-    counts = engine.parts.scheduler.counts
-    assert counts.drafted_tokens == drafted == sum(counts.drafted_by_place)
-    assert sum(counts.accepted_by_place) == accepted
-    assert counts.accepted_by_place[0] == sum(kept >= 1 for _, kept in script.seen)
-    assert counts.accepted_by_place[2] == sum(kept >= 3 for _, kept in script.seen)
-    assert sum(event.drafted for event in found.events) == drafted
-    assert sum(event.accepted for event in found.events) == accepted
-    assert counts.generated_tokens == 80
-    assert ahead or engine.stats().steps == 80 - accepted
 
 
 LOOPS = tuple((token, 40.0) for token in (3, 5, 7, 11, 13))  # a greedy text of these says the same for long

@@ -107,7 +107,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     )
     if engine.parts.speculation is not None:
         forced(engine, lambda most: rng.randrange(most + 1))
-    if "host" in engine.tiers and seed % 3:
+    if "host" in engine.kv.tiers and seed % 3:
         # every step layer by layer over its loads; the others wait for all of them, but for the longest
         overlap_from(engine, 0)
     if engine.cache.cold_tiers:
@@ -132,7 +132,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     assert num_cancelled > 0
     assert proposer is None or engine.parts.scheduler.counts.drafted_tokens > 0
     assert host_blocks < 40 or engine.stats().host_steps > 0, "something was paged out"
-    assert "ssd" not in engine.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, (
+    assert "ssd" not in engine.kv.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, (
         "something came from the disk"
     )
     assert sum(engine.stats().kv_blocks["device"].values()) == engine.cache.num_blocks

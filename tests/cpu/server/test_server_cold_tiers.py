@@ -51,7 +51,7 @@ class ColdEngine(ScriptedEngine):
         if self.failure is not None:
             raise self.failure
 
-    def reset_cache(self, tiers: Sequence[str] = TIERS) -> dict[str, int]:
+    def reset(self, tiers: Sequence[str] = TIERS) -> dict[str, int]:
         self.asked.append(tuple(tiers))
         if self.failure is not None:
             raise self.failure

@@ -136,9 +136,9 @@ def test_lists_are_counted_up_to_the_limit_and_brackets_in_text_are_not(texts: t
 
 def test_the_times_after_which_an_operator_is_answered_are_those_of_the_document() -> None:
     text = (DOCS / "http-api.md").read_text()
-    assert "504 after half a minute" in text and service.PATIENCE["reset_cache"][0] == 30.0
+    assert "504 after half a minute" in text and service.PATIENCE["kv.reset"][0] == 30.0
     assert "504 after a minute" in text and service.FLUSH_S == 60.0
-    assert f"did not begin within {service.PATIENCE['prefetch'][0]:g} seconds" in text
+    assert f"did not begin within {service.PATIENCE['kv.prefetch'][0]:g} seconds" in text
 
 
 def rows() -> list[str]:

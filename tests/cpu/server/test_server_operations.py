@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import ServerConfig
-from penstock.contract import FinishReason, SamplingParams
+from penstock.contract import FinishReason, SamplingParams, Submission
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server import service as service_module
 from penstock.server.run import server_here
@@ -373,7 +373,7 @@ def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(lo
         with service.open_reading() as one, service.open_reading() as other:
             other.seats.widen(2)
             for reading, index in ((one, 0), (other, 0), (other, 1)):
-                reading.submit(index, [1, 2, 3], SamplingParams(max_tokens=4))
+                reading.submit(index, Submission([1, 2, 3], SamplingParams(max_tokens=4)))
             while engine.num_open < 3:
                 await asyncio.sleep(0.001)
             service.engine.give_up()
@@ -392,7 +392,7 @@ def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(lo
 
 @pytest.mark.parametrize(
     ("name", "arguments", "answer"),
-    [("reset_cache", (("device",),), {"device": 3}), ("wait_flushed", ("visible", 1.0), None)],
+    [("kv.reset", (("device",),), {"device": 3}), ("kv.wait_flushed", ("visible", 1.0), None)],
 )
 def test_an_operator_is_answered_though_the_engine_does_not_come_round(
     loop: ScriptedLoop,
@@ -403,17 +403,17 @@ def test_an_operator_is_answered_though_the_engine_does_not_come_round(
 ) -> None:
     """One that is under way goes on, and keeps the next one out until it is over."""
     gate = threading.Event()
-    monkeypatch.setattr(loop.engine, name, lambda *_: gate.wait() and answer)
+    monkeypatch.setattr(loop.engine, name.removeprefix("kv."), lambda *_: gate.wait() and answer)
     _, late = service_module.PATIENCE[name]
 
     async def asking() -> None:
         service = service_of(loop)
         service.start()
         monkeypatch.setitem(service_module.PATIENCE, name, (0.0, late))
-        with pytest.raises(DeadlineExceeded if name == "reset_cache" else EngineClosed):
+        with pytest.raises(DeadlineExceeded if name == "kv.reset" else EngineClosed):
             await service.ask(name, *arguments)
         monkeypatch.setitem(service_module.PATIENCE, name, (30.0, late))
-        with pytest.raises(Overloaded, match="reset" if name == "reset_cache" else "flush"):
+        with pytest.raises(Overloaded, match="reset" if name == "kv.reset" else "flush"):
             await service.ask(name, *arguments)
         gate.set()
         by_s = time.monotonic() + 30.0

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.config import Config, ServerConfig
-from penstock.contract import FinishReason, PromptLimits, SamplingParams
+from penstock.contract import FinishReason, PromptLimits, SamplingParams, Submission
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduling.residency import ResidencyChoice
@@ -379,7 +379,9 @@ class EngineChild:
 
     def submit(self) -> None:
         self.front.send(
-            boundary.Submit(1, "r", bytes(16), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+            boundary.Submit(
+                1, Submission([0] * 4, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True), "r")
+            )
         )
         until(lambda: len(self.engine._inbox), "the engine has it")
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.contract import KvSource, SamplingParams, TokenEvent
+from penstock.contract import KvSource, SamplingParams, Submission, TokenEvent
 from penstock.server import boundary
 from penstock.server.messages import usage_of as messages_usage
 from tests.cpu.server.served import MODEL as SCRIPTED
@@ -88,9 +88,7 @@ def check_refusals(server: Tiered) -> None:
 def test_it_is_said_across_processes() -> None:
     event = TokenEvent("r", (1,), source=KvSource(computed=5), scored=True)
     assert boundary.SentEvent.of(3, event).made("r") == event
-    sent = boundary.Submit(
-        1, "r", b"", SamplingParams(), boundary.SubmitOptions(residency="scored", pins=[(0, 64)])
-    )
+    sent = boundary.Submit(1, Submission([7], SamplingParams(), "r", residency="scored", pins=[(0, 64)]))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=boundary.Submit) == sent
 
 

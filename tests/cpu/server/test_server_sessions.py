@@ -213,7 +213,7 @@ def test_a_wrong_prefetch_is_refused(server: Tiered, body: dict[str, Any], statu
 def test_an_engine_that_does_not_come_round_is_a_504_and_nobody_does_it_later(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PATIENCE, "prefetch", (0.05, "late"))
+    monkeypatch.setitem(PATIENCE, "kv.prefetch", (0.05, "late"))
     pending: Future[Prefetched | None] = Future()
     monkeypatch.setattr(served.engine, "prefetch", lambda *prompt, **options: pending)
     assert served.http.post("/cache/prefetch", json={"prompt": "x"}).status_code == 504

@@ -114,7 +114,7 @@ def test_a_prompt_is_taken_continued_and_deleted(server: Tiered) -> None:
         and listed["pinned"]["tier"] == "host"
         and listed["pinned"]["max_blocks"] == 32
     )
-    assert listed["pinned"]["bytes"] == 4 * server.engine.arena.layout.block_bytes
+    assert listed["pinned"]["bytes"] == 4 * server.engine.parts.arena.layout.block_bytes
     forget(server, "device")
     tokens, source = ask(server, MORE, snapshot="talk")
     assert source["host"] == 64 and source["computed"] == len(PROMPT) + len(MORE) - 64
@@ -739,7 +739,7 @@ def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -
             there.set()
             return saved
 
-        engine.begin_flush = held  # type: ignore[method-assign]
+        engine.kv.begin_flush = held  # type: ignore[method-assign]
 
         def take_it() -> None:
             try:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import (
+    MAX_SEED,
+    FinishReason,
+    KvSource,
+    SamplingParams,
+    Submission,
+    TokenEvent,
+    TokenLogprob,
+)
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
 from penstock.server.client import EngineClient
@@ -38,7 +46,7 @@ class Hand:
         num_before = self.engine.num_open
         reading = Generations(self.client, self.gate.take(num))
         for index in range(num):
-            reading.submit(index, [1], SamplingParams(max_tokens=10), cache_salt="")
+            reading.submit(index, Submission([1], SamplingParams(max_tokens=10)))
         while self.engine.num_open < num_before + num:
             await asyncio.sleep(0)
         return reading
@@ -97,7 +105,7 @@ def test_a_failed_submit_holds_nothing() -> None:
     async def scenario() -> None:
         hand = Hand()
         with pytest.raises(InvalidRequest), Generations(hand.client, hand.gate.take(2)) as reading:
-            reading.submit(0, [], SamplingParams(max_tokens=1), cache_salt="")
+            reading.submit(0, Submission([], SamplingParams(max_tokens=1)))
         assert (hand.gate.taken, hand.client.num_open, hand.engine.num_open) == (0, 0, 0)
 
     asyncio.run(scenario())

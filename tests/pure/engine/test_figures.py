@@ -3,8 +3,6 @@ bound."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -51,21 +49,6 @@ def test_a_value_on_a_bound_belongs_to_what_lies_below_it() -> None:
     assert histogram.counts == [2, 2, 2]
 
 
-def test_several_at_once_count_and_weigh_as_many() -> None:
-    histogram = Histogram((1.0,))
-    histogram.add(0.5, times=4)
-    histogram.add(3.0)
-    assert (histogram.counts, histogram.total) == ([4, 1], 5.0)
-
-
-def test_a_copy_stays_as_it_was() -> None:
-    histogram = Histogram((1.0,))
-    histogram.add(0.5)
-    copy = histogram.copy()
-    histogram.add(0.5)
-    assert (copy.counts, copy.total, histogram.counts) == ([1, 0], 0.5, [2, 0])
-
-
 # ----------------------------------------------------------------------------------------------------- outbox
 
 
@@ -86,14 +69,6 @@ def test_the_first_token_is_timed_from_the_arrival_and_later_ones_from_the_one_b
     )
 
 
-def test_events_without_tokens_are_not_timed(clock: Clock) -> None:
-    outbox = Outbox()
-    outbox.open("r", lambda event: None, arrival_s=98.0)
-    outbox.publish([None, TokenEvent("r"), TokenEvent("r", finish=FinishReason.STOP, stop_token=2)])
-    assert totals(outbox) == {"first": (0, 0.0), "between": (0, 0.0), "resumed": (0, 0.0)}
-    assert len(outbox) == 0
-
-
 def test_a_retraction_is_timed_until_the_request_runs_again(clock: Clock) -> None:
     outbox = Outbox()
     outbox.open("r", lambda event: None, arrival_s=98.0)
@@ -101,19 +76,6 @@ def test_a_retraction_is_timed_until_the_request_runs_again(clock: Clock) -> Non
     clock.now += 3.0
     outbox.note_moves([("r", State.RUNNING), ("gone", State.RUNNING)])
     assert totals(outbox)["resumed"] == (1, 3.0)
-
-
-def test_the_first_event_says_how_long_the_request_waited_for_its_first_step(clock: Clock) -> None:
-    outbox = Outbox()
-    heard: list[TokenEvent] = []
-    outbox.open("r", heard.append, arrival_s=98.0)
-    request = Request("r", [1], SamplingParams(max_tokens=1))
-    # it was retracted before its first token, and began again
-    for now, other in ((100.0, "gone"), (101.5, "r"), (103.0, "r")):
-        clock.now = now
-        outbox.note_starts([Start.of(0, dataclasses.replace(request, id=other))])
-    outbox.publish([TokenEvent("r", (1,), source=KvSource(computed=1)), TokenEvent("r", (2,))])
-    assert [event.waited_s for event in heard] == [3.5, None]
 
 
 def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock) -> None:
@@ -165,17 +127,6 @@ def test_requests_that_end_with_an_error_are_closed_and_told_once() -> None:
     outbox.end_all("the engine is closed")
     assert heard == [("one", False, "the device is gone"), ("other", False, "the device is gone")]
     assert len(outbox) == 0 and outbox.open_ids() == []
-
-
-def test_whoever_waits_for_the_end_of_a_steps_events_is_told_of_refusals_too() -> None:
-    """A front sends what it has heard then: an answer that nothing follows would stay with it."""
-    outbox, heard = Outbox(), list[str]()
-    outbox.after.append(lambda: heard.append("over"))
-    outbox.refuse("r", lambda event: heard.append(event.request_id), "no")
-    assert heard == ["r", "over"]
-    outbox.open("s", lambda event: heard.append(event.request_id), arrival_s=98.0)
-    outbox.end_all("gone")
-    assert heard[2:] == ["s", "over"]
 
 
 # ------------------------------------------------------------------------------------------------------- pace

@@ -42,26 +42,6 @@ def burst() -> None:
     raise ZeroDivisionError("of all things")
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_wait_of_a_closed_inbox_is_a_wait_like_any_other(closed: bool) -> None:
-    inbox = Inbox()
-    bell = inbox._bell = CountedBell()  # type: ignore[assignment]
-    if closed:
-        inbox.close("enough")
-    for _ in range(5):
-        inbox.wait(7.0)
-    assert bell.waits_s == [7.0] * 5, "a turn without a wait would take a core for as long as closing takes"
-
-
-def test_closing_ends_the_wait_that_is_under_way() -> None:
-    inbox = Inbox()
-    waiting = threading.Thread(target=inbox.wait, args=(60.0,))
-    waiting.start()
-    inbox.close("enough")
-    waiting.join(30.0)
-    assert not waiting.is_alive()
-
-
 def test_a_command_that_raises_tells_its_waiter_and_the_engine_thread_and_takes_no_other_with_it() -> None:
     inbox, told = Inbox(), list[Any]()
     inbox.put(burst, fail=fails(told, "first"))
@@ -129,18 +109,6 @@ def test_nobody_waits_while_commands_are_left_of_the_turn_before() -> None:
     assert bell.waits_s == [7.0, 7.0]
 
 
-def test_what_commands_put_meanwhile_is_for_the_next_turn() -> None:
-    inbox, ran = Inbox(), []
-
-    def again() -> None:
-        ran.append(1)
-        inbox.put(again)
-
-    inbox.put(again)
-    inbox.run_some()
-    assert ran == [1] and len(inbox) == 1
-
-
 class LateBell:
     """Seems not to be rung to whoever asks: as if two had asked before either rang it."""
 
@@ -192,24 +160,6 @@ def test_a_submission_that_comes_a_moment_before_the_end_fails_with_it() -> None
     assert (
         [str(error) for error in told] == ["over"] and isinstance(told[0], EngineClosed) and len(inbox) == 0
     )
-
-
-def test_other_commands_are_taken_until_the_end_and_dropped_behind_it() -> None:
-    inbox, told = Inbox(), list[Any]()
-    inbox.close("soon")
-    inbox.put(lambda: told.append("cancelled"))
-    inbox.run_all()
-    inbox._lock = Before(lambda: inbox.end("over"))  # type: ignore[assignment]
-    inbox.put(lambda: told.append("ran"), fail=told.append)
-    assert told == ["cancelled"] and len(inbox) == 0
-
-
-def test_whoever_waits_is_woken_after_a_command_is_there_and_not_before() -> None:
-    inbox, seen = Inbox(), list[int]()
-    inbox.wake = lambda: seen.append(len(inbox))  # type: ignore[method-assign]
-    inbox.put(lambda: None)
-    inbox.put(lambda: None)
-    assert seen == [1, 2]
 
 
 def test_a_call_gives_its_result_or_error_to_its_caller_and_only_overload_spares_the_engine_thread() -> None:

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 
 from penstock.contract import Chunk, Scoring, StepPlan
-from penstock.engine.pace import LEAST_TAU, Pace, Prefill, ScoringCost
-from penstock.engine.scheduling.residency import FIRST_TAU
+from penstock.engine.pace import Pace, Prefill, ScoringCost
 
 
 class Clock:
@@ -53,14 +52,6 @@ def test_a_step_runs_from_the_end_of_the_one_before_it() -> None:
     assert pace.read() == Prefill(128, 128.0, 2.0)
 
 
-def test_a_step_that_was_launched_late_runs_from_its_launch() -> None:
-    clock = Clock()
-    pace = Pace(ScoringCost(), clock)
-    assert taken(pace, clock, plan((0, 64)), 1.0) == Prefill(64, 32.0, 1.0)
-    clock.now_s += 100.0  # nothing to do
-    assert taken(pace, clock, plan((0, 64)), 2.0) == Prefill(64, 32.0, 2.0)
-
-
 def test_a_step_that_waits_for_a_load_says_nothing_about_prefills() -> None:
     clock = Clock()
     pace = Pace(ScoringCost(), clock)
@@ -82,13 +73,6 @@ def test_a_step_that_is_not_mostly_prefill_says_what_prompts_take_at_most() -> N
     assert (
         taken(pace, clock, plan(*decodes, (0, 31)), 1.0) is None
         and taken(pace, clock, plan(*decodes), 1.0) is None
-    )
-
-
-def test_the_depth_of_several_prompts_is_that_of_their_tokens() -> None:
-    clock = Clock()
-    assert taken(Pace(ScoringCost(), clock), clock, plan((0, 100), (1000, 300)), 1.0) == Prefill(
-        400, (100 * 50 + 300 * 1150) / 400, 1.0
     )
 
 
@@ -117,18 +101,6 @@ def test_what_scoring_takes_is_compared_with_steps_that_bring_nothing_up() -> No
     assert pace.scoring.seconds == 0.5
 
 
-def test_the_time_that_scoring_took_never_falls_and_is_told_only_where_it_is_known() -> None:
-    """It is a counter that operators read."""
-    cost = ScoringCost()
-    cost.add(1.0, scores=True)
-    assert cost.seconds == 0.0, "there is nothing to compare it with"
-    cost.add(1.0, scores=False)
-    cost.add(1.5, scores=True)
-    assert cost.seconds == 0.5
-    cost.add(0.25, scores=True)  # quicker than those that do not score
-    assert cost.seconds == 0.5
-
-
 def test_what_scoring_costs_follows_the_newest_times_and_forgets_the_oldest() -> None:
     cost = ScoringCost()
     for seconds in (1.0, 2.0):
@@ -138,11 +110,3 @@ def test_what_scoring_costs_follows_the_newest_times_and_forgets_the_oldest() ->
         cost.add(seconds, scores=True)  # 0.57 longer, and no longer: 0.456 lately
         taus.append(cost.tau)
     assert taus == [10, 8]
-
-
-def test_scoring_that_costs_nothing_is_done_as_often_as_can_be_and_steps_without_a_time_say_nothing() -> None:
-    free, untimed = ScoringCost(), ScoringCost()
-    for cost, plain_s in ((free, 1.0), (untimed, 0.0)):
-        cost.add(plain_s, scores=False)
-        cost.add(1.0, scores=True)
-    assert (free.tau, untimed.tau) == (LEAST_TAU, FIRST_TAU)

@@ -24,7 +24,7 @@ from penstock.contract import (
 )
 from penstock.engine import sessions as module
 from penstock.engine.sessions import SessionLimits, Sessions, session_ids
-from penstock.errors import InvalidRequest, Overloaded
+from penstock.errors import Overloaded
 from penstock.kv.blocks.key import prefix_keys
 
 BLOCK = 4
@@ -154,20 +154,6 @@ def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
 
 
-def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
-    world = World()
-    prompt, answer = talk(0, 1), [7, 8, 9, 10, 11]
-    request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
-    listener = world.sessions.follow(request, "", CacheHint(retain_s=60), lambda event: None)
-    for token in answer[:-1]:
-        listener(TokenEvent("r", (token,)))
-    listener(TokenEvent("r", (answer[-1],), finish=FinishReason.LENGTH))
-    world.run()
-    assert [want.prefix.keys for want in world.storage.wants] == [keys_of([*prompt, *answer[:-1]])]
-    content = world.sessions.content_of("", "chat")
-    assert content is not None and content.tokens == array("I", [*prompt, *answer]).tobytes()
-
-
 def test_a_session_goes_as_far_as_its_client_has_seen_and_no_later_request_is_cut() -> None:
     world = World()
     sessions, prompt = world.sessions, talk(0, 2)
@@ -188,32 +174,12 @@ def test_a_session_goes_as_far_as_its_client_has_seen_and_no_later_request_is_cu
     assert content() == [*prompt, 5]
 
 
-def test_a_failed_request_changes_nothing_of_its_session() -> None:
-    world = World()
-    world.ends("chat", talk(0, 2), retain_s=60)
-    world.ends("chat", talk(50, 5), finish=FinishReason.ERROR, release=True)
-    world.run()
-    assert (world.figures.known_blocks, world.figures.retained_blocks, world.figures.releases) == (2, 2, 0)
-
-
 def test_the_same_name_under_another_salt_is_another_session() -> None:
     world = World()
     world.ends("chat", talk(0, 2), "a")
     world.ends("chat", talk(0, 2), "b")
     assert (world.figures.known, world.figures.tenants) == (2, 2)
     assert session_ids("a", "bc") != session_ids("ab", "c")
-
-
-def test_a_name_that_is_no_text_is_a_name_like_any_other() -> None:
-    """JSON can spell half a character, and clients may call their sessions what they like."""
-    world = World()
-    for name in ("\ud800", "\udc00", "\0", "💧"):
-        world.ends(name, talk(0, 2), "salt")
-    assert (world.figures.known, world.figures.tenants) == (4, 1)
-    assert (
-        world.sessions.prefetch("salt", "\ud800") is not None
-        and world.sessions.prefetch("salt", "\ud801") is None
-    )
 
 
 def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotten() -> None:
@@ -226,43 +192,6 @@ def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotte
     assert [world.sessions.prefetch("many", f"flood {n}") is not None for n in range(6)] == [False] * 3 + [
         True
     ] * 3
-
-
-def test_a_session_that_is_used_again_is_no_longer_the_oldest() -> None:
-    world = World(sessions=2)
-    for name, start in (("first", 0), ("second", 100), ("first", 0), ("third", 200)):
-        world.ends(name, talk(start, 1))
-    assert [world.sessions.prefetch("", name) is not None for name in ("first", "second", "third")] == [
-        True,
-        False,
-        True,
-    ]
-
-
-def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> None:
-    world = World(known_blocks=20)
-    world.ends("a", talk(0, 6), "one")
-    world.ends("b", talk(100, 6), "two")
-    world.ends("c", talk(200, 6), "two")
-    assert (world.figures.known_blocks, world.figures.known) == (18, 3)
-    world.ends("d", talk(300, 6), "two")
-    assert (world.figures.known_blocks, world.figures.known) == (18, 3)
-    assert world.sessions.prefetch("two", "b") is None
-    assert world.sessions.prefetch("one", "a") is not None
-
-
-def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
-    world = World()
-    prefix = Prefix(b"s" * 32, ())
-    for number in range(48):
-        request = Request(str(number), [1], SAMPLING, prefix, session=str(number))
-        world.sessions.follow(request, "", None, lambda event: None)(
-            TokenEvent("x", finish=FinishReason.STOP)
-        )
-    assert world.sessions.step()
-    assert world.figures.known == module._ENDS_AT_ONCE
-    world.run()
-    assert world.figures.known == 48
 
 
 # -------------------------------------------------------------------------------------------------- retention
@@ -298,30 +227,6 @@ def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> Non
     assert not world.storage.wants, "a shorter time counts"
     world.ends("chat", talk(0, 5), retain_s=0)
     assert world.figures.retained_blocks == 0
-
-
-def test_expiry_is_done_in_slices() -> None:
-    world = World()
-    for number in range(96):
-        world.ends(str(number), talk(100 * number, 1), retain_s=10)
-    world.now_s += 12
-    assert world.sessions.step()
-    assert world.figures.retained == 96 - module._EXPIRIES_AT_ONCE
-    world.run()
-    assert world.figures.retained == 0
-
-
-def test_lighter_sessions_are_forgotten_first_and_of_equal_ones_the_oldest() -> None:
-    world = World()
-    for name, weight in [("a", Weight.HIGH), ("b", Weight.LOW), ("c", Weight.NORMAL), ("d", Weight.LOW)]:
-        world.now_s += 1
-        world.ends(name, talk(ord(name) * 10, 1), retain_s=60, weight=weight)
-    order = sorted(world.storage.wants, key=lambda want: -want.rank)
-    assert [want.prefix.keys for want in order] == [keys_of(talk(ord(name) * 10, 1)) for name in "bdca"]
-    assert order[0].rank > order[1].rank, "of two that weigh the same the older one"
-    assert min(want.rank for want in order) > 1e9, (
-        "a request in line, whose rank is about its time of arrival, comes before all of them"
-    )
 
 
 def test_over_the_bound_the_lightest_and_then_the_oldest_of_the_tenant_loses_its_retention() -> None:
@@ -422,57 +327,6 @@ def retained_by_tenant(world: World) -> Counter[str]:
 # ---------------------------------------------------------------------------------------------------- release
 
 
-@pytest.mark.parametrize("turns", [[False, True], [True, False], [True]], ids=["then", "first", "only"])
-def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cancelled_unheard(
-    turns: list[bool],
-) -> None:
-    """Nobody knows what such a request found, as it was not told of any token."""
-    world = World()
-    world.storage.kept.update(keys_of(talk(0, 5)))
-    prompt = [*talk(0, 5), *talk(500, 5)]
-    for is_cancelled in turns:
-        if not is_cancelled:
-            world.ends("chat", prompt, found=5 * BLOCK)
-            continue
-        request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
-        world.sessions.follow(request, "", None, lambda event: None)(
-            TokenEvent("r", finish=FinishReason.CANCELLED)
-        )
-        world.run()
-    request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
-    last = world.sessions.follow(request, "", CacheHint(release=True), lambda event: None)
-    last(TokenEvent("r", finish=FinishReason.CANCELLED))
-    world.run()
-    assert world.storage.kept == set(keys_of(talk(0, 5))) and (
-        world.figures.known,
-        world.figures.releases,
-    ) == (0, 1)
-
-
-def test_what_a_session_has_computed_goes_with_it_though_its_first_request_found_as_much_of_others() -> None:
-    world = World()
-    world.ends("chat", talk(0, 5), found=4 * BLOCK)
-    world.ends("chat", talk(500, 5), release=True)
-    world.run()
-    assert not world.storage.kept.intersection(keys_of(talk(500, 5)))
-
-
-def test_what_somebody_holds_stays() -> None:
-    world = World()
-    world.storage.held.update(keys_of(talk(0, 2)))
-    world.ends("chat", talk(0, 6), release=True)
-    world.run()
-    assert world.storage.kept == set(keys_of(talk(0, 2)))
-
-
-def test_a_session_that_took_another_course_is_released_with_both() -> None:
-    world = World()
-    world.ends("chat", [*talk(0, 4), *talk(100, 4)])
-    world.ends("chat", [*talk(0, 4), *talk(300, 2)], release=True)
-    world.run()
-    assert not world.storage.kept
-
-
 def test_a_long_release_is_done_in_slices_and_the_end_goes_first() -> None:
     world = World()
     tokens = talk(0, 1100)
@@ -550,24 +404,6 @@ def test_prefetches_under_way_are_bounded_and_one_tenant_leaves_places_for_other
     assert start_all("z") == 8
 
 
-# ------------------------------------------------------------------------------------------------------ hints
-
-
-@pytest.mark.parametrize(
-    ("hint", "param"),
-    [
-        ({"retain_s": -1.0}, "cache_hint.retain_s"),
-        ({"retain_s": float("nan")}, "cache_hint.retain_s"),
-        ({"retain_s": 86_401.0}, "cache_hint.retain_s"),
-        ({"retain_s": 1.0, "release": True}, "cache_hint"),
-    ],
-)
-def test_hints_that_cannot_be_honoured_are_refused(hint: dict[str, float], param: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        CacheHint(**hint)
-    assert refused.value.param == param
-
-
 # ------------------------------------------------------------------------------------------ looked at in turn
 
 
@@ -584,18 +420,6 @@ def test_those_retained_are_looked_at_in_turn_one_in_a_round() -> None:
     for number in range(3):
         world.ends(str(number), talk(100 * number, 2), retain_s=60)
     assert looks(world, 6) == {keys_of(talk(100 * number, 2)): 2 for number in range(3)}
-
-
-@pytest.mark.parametrize("num_rounds", [0, 2], ids=["before its turn", "after its turn"])
-def test_one_whose_time_was_over_and_that_came_back_is_looked_at_again(num_rounds: int) -> None:
-    world = World()
-    world.ends("chat", talk(0, 2), retain_s=5)
-    world.now_s += 7
-    world.run()
-    assert not world.storage.wants
-    looks(world, num_rounds)
-    world.ends("chat", talk(0, 2), retain_s=60)
-    assert looks(world, 4)[keys_of(talk(0, 2))] >= 3, "its first look may have gone to what it was"
 
 
 # -------------------------------------------------------------------------------------- what was there before
@@ -677,87 +501,3 @@ def test_a_release_that_waits_is_nothing_that_is_due() -> None:
     world.storage.save.settled = True
     assert world.sessions.step(), "the next slice, though it has nothing left"
     assert not world.sessions.step() and not world.storage.kept
-
-
-# ------------------------------------------------------------------------------------------------- prefetches
-
-
-def test_a_tenant_with_a_prefetch_under_way_is_kept_when_its_last_session_goes() -> None:
-    """Else the place that it has would never be its own again."""
-    world = World(prefetches=4)
-    world.ends("chat", talk(0, 2), "a")
-    world.storage.cold.update(keys_of(talk(0, 2), "a"))
-    assert world.sessions.prefetch("a", "chat") == (2, True)
-    world.ends("chat", talk(0, 2), "a", release=True)
-    assert (world.figures.known, world.figures.tenants) == (0, 1)
-    world.storage.fetches[0].settled = True
-    world.run()
-    assert world.figures.tenants == 0
-
-
-def test_all_ends_are_taken_in_before_a_session_is_looked_up() -> None:
-    world = World()
-    for number in range(3 * module._ENDS_AT_ONCE):
-        request = Request(str(number), [1] * BLOCK, SAMPLING, Prefix(b"s" * 32, ()), session=str(number))
-        world.sessions.follow(request, "", None, lambda event: None)(
-            TokenEvent("x", finish=FinishReason.STOP)
-        )
-    assert world.sessions.prefetch("", str(3 * module._ENDS_AT_ONCE - 1)) == (0, False)
-
-
-def test_figures_name_every_count() -> None:
-    """Each of them another number, so that no two can be mixed up."""
-    world = World(retained=30, prefetches=32)
-    for number in range(7):
-        world.ends(f"known {number}", talk(1000 * number, 2), f"t{number % 4}")
-    for number in range(2):
-        world.ends(f"kept {number}", talk(20_000 + 100 * number, 5 + number), "t0", retain_s=60)
-    world.ends("huge", talk(30_000, 31), "t1", retain_s=60)
-    for number in range(3):
-        world.ends(f"gone {number}", talk(40_000 + 100 * number, 4), "t2", release=True)
-    world.run()
-    world.storage.cold.update(keys_of(talk(0, 2)))
-    wanted: Sequence[bytes] = keys_of(talk(0, 2))
-    refused = 0
-    for _ in range(20):
-        try:
-            world.sessions.prefetch("t3", Prefix(b"", wanted))
-        except Overloaded:
-            refused += 1
-    for fetch in world.storage.fetches[:6]:
-        fetch.settled = True
-    world.run()
-    assert world.figures == module.SessionFigures(
-        known=10,
-        known_blocks=7 * 2 + 5 + 6 + 31,
-        tenants=4,
-        retained=2,
-        retained_blocks=11,
-        retained_blocks_max=30,
-        retaining_tenants=1,
-        retentions_cut=1,
-        releases=3,
-        released_blocks=12,
-        prefetches_under_way=10,
-        prefetches_started=16,
-        prefetches_finished=6,
-        prefetches_refused=refused,
-    )
-    assert refused == 4
-
-
-def test_a_want_is_ended_before_another_takes_its_place() -> None:
-    """Both at once would count the blocks of one session twice."""
-    world = World()
-    most: list[int] = []
-    retain = world.storage.retain
-
-    def counted(prefix: Prefix, rank: float) -> Wanted:
-        made = retain(prefix, rank)
-        most.append(len(world.storage.wants))
-        return made
-
-    world.storage.retain = counted  # type: ignore[method-assign]
-    for num in range(1, 4):
-        world.ends("chat", talk(0, num), retain_s=60)
-    assert most == [1, 1, 1]

@@ -1,6 +1,6 @@
 """Deep requests: sequences that do not fit on the device. Only their last blocks are there; those before them
 are in host memory. Owns paging, lending, the copies of chosen parts, and kept contexts; `residency.py`
-chooses the parts. Implements `Placement` for them; the rest of the scheduler knows nothing of them."""
+chooses the parts. The rest of the scheduler knows nothing of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Request, Table
 from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
 from penstock.engine.scheduling.events import SchedulerCounts
-from penstock.engine.scheduling.on_device import NO_MATCH, OnDevice, has_known_tokens, lease_again
+from penstock.engine.scheduling.placement import NO_MATCH, Placed, Placement
 from penstock.engine.scheduling.residency import KeptContext, KeptContexts, ResidentSet
-from penstock.engine.scheduling.stages import Placed, Placement, RunningRequest, StepRules, WaitingRequest
+from penstock.engine.scheduling.stages import RunningRequest, WaitingRequest
+from penstock.engine.scheduling.steps import NextStep
 from penstock.errors import InvariantBroken
 
 # one step of a deep request computes at most this part (1/n) of the blocks that it may have on the device
@@ -40,7 +41,7 @@ class DeepContexts:
         # (id, range of kept key bounds) of scored requests that left since the last call of `take_left`
         self._left: list[tuple[str, range]] = []
         self._tau = tau
-        self._on_device = OnDevice(ledger)
+        self._on_device = Placement(ledger)
 
     def placement(self, request: Request, num_tokens: int) -> Placement:
         """For a request that has at most `num_tokens` tokens of KV."""
@@ -75,17 +76,16 @@ class DeepContexts:
             raise InvariantBroken(f"{self.num_scored} scored requests are counted, {num_scored} run")
 
 
-class Deep:
-    """Implements `Placement` for one request. With `residency` it is scored: it decodes over a chosen part of
+class Deep(Placement):
+    """The placement of one request. With `residency` it is scored: it decodes over a chosen part of
     its context."""
 
     may_draft = False
 
     def __init__(self, contexts: DeepContexts, request: Request, num_host_blocks: int) -> None:
+        super().__init__(contexts.ledger)
         self._contexts = contexts
-        self._ledger = contexts.ledger
-        self.fixed_blocks: int | None = contexts.budget.resident_blocks
-        self.is_partial = False
+        self.fixed_blocks = contexts.budget.resident_blocks
         self.num_host_blocks = num_host_blocks  # blocks that it needs at most, all of them in host memory
         self._division = contexts.budget.division if request.residency is not None else None
         # its blocks are paged out in multiples of this; of a scored request, in whole parts
@@ -100,7 +100,7 @@ class Deep:
     # ------------------------------------------------------------------------------------------------ in line
 
     def is_ready(self, waiting: WaitingRequest) -> bool:
-        return has_known_tokens(waiting) and not self._is_being_read(waiting)
+        return super().is_ready(waiting) and not self._is_being_read(waiting)
 
     def _is_being_read(self, waiting: WaitingRequest) -> bool:
         """True if colder tiers have blocks of it that are not in host memory yet, and no read is late."""
@@ -147,7 +147,7 @@ class Deep:
         if not waiting.leased_at < num_found < num_usable:
             return False
         waiting.leased_at = num_found
-        lease_again(waiting, self._ledger, whole=True)
+        self._lease_again(waiting, whole=True)
         waiting.may_prefetch, self._num_read = True, match.num_paged
         lease = waiting.lease
         return lease is not None and (not lease.ready or self._whole(lease.num_from(0)) > num_found)
@@ -164,7 +164,7 @@ class Deep:
             return
         was_ended = waiting.prefetch.ended
         waiting.end_prefetch()
-        lease_again(waiting, self._ledger, whole=True)
+        self._lease_again(waiting, whole=True)
         runs = () if waiting.lease is None else waiting.lease.runs_from(0)
         num_read = sum(num for tier, num in runs[:1] if tier == "host")
         waiting.may_prefetch, self._num_read = num_read > self._num_read, num_read
@@ -229,14 +229,14 @@ class Deep:
         return most - table.num_slots - table.num_fetched
 
     def num_fitting(
-        self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None
+        self, running: RunningRequest, num_tokens: int, step: NextStep, fence: Fence | None
     ) -> int:
         """Paging out blocks for them may make it read host memory for the first time."""
         if not step.reads_host and self.reads_host(running):
             return 0
         num_fitting = self._num_after_paging(running, num_tokens, fence)
         if (resident := self._deciding(running)) is not None:
-            resident.tau = self._contexts.tau
+            resident.scorings.tau = self._contexts.tau
             running.table.close_scope(running.num_planned)
             self._rearrange(running, resident, num_fitting, fence)
             if resident.is_filling(running.table):
@@ -298,11 +298,11 @@ class Deep:
             resident.coming(part, one)
         self._contexts.counts.parts_fetched += len(coming)
 
-    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepRules) -> Placed:
+    def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
         table = running.table
         if self.resident is not None:
             return self.resident.place(table, start, end, may_score=not step.scores, may_read=step.reads_host)
-        return table.slots(end + room), table.paged_slots if table.num_paged else None, 0, None
+        return Placed(table.slots(end + room), table.paged_slots if table.num_paged else None)
 
     def take_scores(self, given: PartScores) -> None:
         if self.resident is not None:

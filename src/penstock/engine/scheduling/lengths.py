@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from math import ceil
-from typing import Protocol
 
 from penstock.contract import FinishReason, Request
 
@@ -23,12 +22,13 @@ _LEAST_LONGER = 8  # with fewer longer answers than this, a request is expected 
 _MOST_ROUTES = 64  # the least recently used is forgotten
 
 
-class Lengths(Protocol):
-    """Called by the engine thread."""
+class Lengths:
+    """Expects every request to write up to its limit. Called by the engine thread."""
 
     def expected(self, request: Request, num_written: int) -> int:
         """Expected total tokens of a request that has written `num_written`: more than that, at most its
         limit."""
+        return request.sampling.max_tokens
 
     def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
         """The request has ended."""
@@ -36,22 +36,10 @@ class Lengths(Protocol):
     def by_route(self) -> dict[str, int]:
         """Tokens expected of a request that has written nothing; the route is `adapter:route` where there is
         an adapter. Any thread."""
-
-
-class WholeLife:
-    """Expects every request to write up to its limit."""
-
-    def expected(self, request: Request, num_written: int) -> int:
-        return request.sampling.max_tokens
-
-    def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
-        pass
-
-    def by_route(self) -> dict[str, int]:
         return {}
 
 
-class WrittenLengths:
+class WrittenLengths(Lengths):
     """Expects a quantile of the latest answer lengths of the same model and route."""
 
     def __init__(self, quantile: float = SAVED_QUANTILE) -> None:

@@ -22,13 +22,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, wrong_spans
 from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
+from penstock.engine.scheduling.placement import Placed
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
@@ -243,13 +243,60 @@ def num_kept_parts(division: Division | None, num_pageable: int) -> int:
     return 0 if division is None else num_pageable // division.part_blocks
 
 
-class PlacedParts(NamedTuple):
-    """A `Placed` of a scored request."""
+class Scorings:
+    """When a request is scored, and which of its blocks have key bounds by then. A part cannot be paged out
+    before it has them."""
 
-    slots: NDArray[np.int32]
-    paged: NDArray[np.int32] | None
-    num_left_out: int
-    scoring: Scoring | None
+    def __init__(self, division: Division, num_tokens: int) -> None:
+        """The request has at most `num_tokens`."""
+        self.tau = FIRST_TAU  # tokens between two scorings
+        self.num_summed = 0  # blocks whose key bounds the planned steps have computed
+        self.kept: KeptSums | None = None  # place of kept key bounds, until a step takes them
+        self.due = 0  # position from which the next scoring is due
+        self.num_taken = 0
+        self.is_running = False
+        self._division = division
+        self._most_parts = -(-num_tokens // division.part_tokens)
+
+    @property
+    def num_whole(self) -> int:
+        """Blocks of whole parts with key bounds."""
+        size = self._division.part_blocks
+        return self.num_summed // size * size
+
+    def of_last_exact(self, table: Table, tail: NDArray[np.int32], end: int, may_score: bool) -> Scoring:
+        """This chunk streams all paged-out blocks, so their key bounds are computed on the way."""
+        num_paged, self.num_summed = table.num_paged, end // self._division.block_tokens
+        slots = tail[: self.num_summed - num_paged]
+        num_parts = self._begin(end) if may_score else 0
+        size, most = self._division.part_blocks, self._most_parts
+        return Scoring(size, most, num_paged, slots, num_paged > 0, num_parts)
+
+    def of_later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
+        """The next scoring also computes the key bounds of full blocks. A whole part without bounds cannot be
+        paged out, so its bounds are computed without a scoring. A prompt that continues an earlier turn pages
+        nothing out, so its first token does not wait for such a step."""
+        if self.kept is not None and start < self.due:
+            return None
+        first, end, size = self.num_summed, start // self._division.block_tokens, self._division.part_blocks
+        scores = may_score and start >= self.due and not self.is_running
+        if not scores and end - first < size:
+            return None
+        self.num_summed, slots = end, tail[first - table.num_paged : end - table.num_paged]
+        num_parts = self._begin(start) if scores else 0
+        kept, self.kept = self.kept, None
+        return Scoring(size, self._most_parts, first, slots, False, num_parts, kept=kept)
+
+    def _begin(self, position: int) -> int:
+        """Returns how many parts are scored."""
+        num_parts = self.num_summed // self._division.part_blocks
+        self.is_running, self.due = num_parts > 0, position + self.tau
+        return num_parts
+
+    def is_recall_due(self) -> bool:
+        """Counts a scoring; one in some reads the whole context."""
+        self.num_taken += 1
+        return self.num_taken % RECALL_EVERY == FIRST_RECALL
 
 
 class ResidentSet:
@@ -268,27 +315,22 @@ class ResidentSet:
         earlier turn and how many of its blocks are used."""
         self.division = division
         self.num_exact = num_known  # tokens whose KV was computed with full attention
-        self.tau = FIRST_TAU
+        self.scorings = Scorings(division, num_tokens)
         self._pinned = division.pinned(pins, num_tokens)
-        self._most_parts = -(-num_tokens // division.part_tokens)
         self._chosen: dict[int, FetchedBlocks] = {}  # by part: on the device
         self._coming: dict[int, FetchedBlocks] = {}  # by part: being copied
         self._scores: NDArray[np.float32] = np.empty(0, np.float32)
         self._order: list[int] = list(self._pinned)  # parts that should be resident, most wanted first
         self._slots: NDArray[np.int32] | None = None  # slots of chosen parts, in token order
-        self._num_summed = 0  # blocks whose key bounds the planned steps have computed
-        self._score_at = 0  # position from which the next scoring is due
-        self._is_scoring = False
-        self._num_scorings = 0
         self.context: KeptContext | None = None  # the context that it continues
-        self._kept: KeptSums | None = None  # place of its kept key bounds, until a step takes them
         self._is_filling = False  # no step before all chosen parts have landed
         self._may_wait = True  # no copy has failed
         if continues is not None:
-            self.context, self._num_summed = continues
-            self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known + 1
-            num_parts = self._num_summed // division.part_blocks
-            self._kept = KeptSums(self.context.place.start, self.context.place.stop, num_parts)
+            self.context, num_blocks = continues
+            self.num_exact, num_parts = num_blocks * division.block_tokens, num_blocks // division.part_blocks
+            place = self.context.place
+            self.scorings.num_summed, self.scorings.due = num_blocks, num_known + 1
+            self.scorings.kept = KeptSums(place.start, place.stop, num_parts)
             self._is_filling = True
             self._scores = self.context.scores[:num_parts]
             self._choose()
@@ -307,9 +349,9 @@ class ResidentSet:
         num_wanted = -(-num_short // size) + len(self.wanted(table))  # parts, as the others here
         num_spare = (most + num_short) // size - self.division.window
         num = max(-(-num_short // size), min(num_wanted, num_spare))
-        return max(0, min(num * size, self._num_summed // size * size - table.num_paged))
+        return max(0, min(num * size, self.scorings.num_whole - table.num_paged))
 
-    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> PlacedParts:
+    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
         """Place the context of tokens `start` to `end`. `may_score`: no other chunk of the step asks for
         scores. `may_read`: the step may read host memory; it does so now and then to measure recall. Raises
         InvariantBroken if its tokens would miss parts that every step needs."""
@@ -320,22 +362,27 @@ class ResidentSet:
         tail, self._is_filling = table.slots(end), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
-            scoring = self._last_exact(table, tail, end, may_score) if end == self.num_exact else None
-            return PlacedParts(tail, paged, 0, scoring)
+            scoring = None
+            if end == self.num_exact:
+                scoring = self.scorings.of_last_exact(table, tail, end, may_score)
+            return Placed(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
-        scoring = self._later(table, tail, start, may_score)
+        scoring = self.scorings.of_later(table, tail, start, may_score)
         if not self.shows_needed(table):
             if not may_read:
                 raise InvariantBroken(
                     f"a step at token {start} shows neither its trailing window nor host memory"
                 )
-            return PlacedParts(own, self._left_out(table), 0, scoring)
-        if scoring is not None and scoring.num_parts:
-            self._num_scorings += 1
-            if may_read and num_left_out and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
-                return PlacedParts(own, self._left_out(table), 0, scoring._replace(recall=True))
-        return PlacedParts(own, None, num_left_out, scoring)
+            return Placed(own, self._left_out(table), 0, scoring)
+        if (
+            (scoring is not None and scoring.num_parts)
+            and self.scorings.is_recall_due()
+            and may_read
+            and num_left_out
+        ):
+            return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
+        return Placed(own, None, num_left_out, scoring)
 
     def _left_out(self, table: Table) -> NDArray[np.int32]:
         """Host slots of the blocks that are not on the device."""
@@ -344,43 +391,6 @@ class ResidentSet:
         for part in self._chosen:
             is_here[part * size : (part + 1) * size] = True
         return table.paged_slots[~is_here]
-
-    def _last_exact(self, table: Table, tail: NDArray[np.int32], end: int, may_score: bool) -> Scoring:
-        """This chunk streams all paged-out blocks, so their key bounds are computed on the way."""
-        self._num_summed, slots = (
-            end // self.division.block_tokens,
-            tail[: end // self.division.block_tokens - table.num_paged],
-        )
-        num_parts = self._begin_scoring(end) if may_score else 0
-        return Scoring(
-            self.division.part_blocks,
-            self._most_parts,
-            table.num_paged,
-            slots,
-            table.num_paged > 0,
-            num_parts,
-        )
-
-    def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
-        """The next scoring also computes the key bounds of full blocks. A whole part without bounds cannot be
-        paged out, so its bounds are computed without a scoring. A prompt that continues an earlier turn pages
-        nothing out, so its first token does not wait for such a step."""
-        if self._kept is not None and start < self._score_at:
-            return None
-        first, end = self._num_summed, start // self.division.block_tokens
-        scores = may_score and start >= self._score_at and not self._is_scoring
-        if not scores and end - first < self.division.part_blocks:
-            return None
-        self._num_summed, slots = end, tail[first - table.num_paged : end - table.num_paged]
-        num_parts = self._begin_scoring(start) if scores else 0
-        kept, self._kept = self._kept, None
-        return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, num_parts, kept=kept)
-
-    def _begin_scoring(self, position: int) -> int:
-        """Returns how many parts are scored."""
-        num_parts = self._num_summed // self.division.part_blocks
-        self._is_scoring, self._score_at = num_parts > 0, position + self.tau
-        return num_parts
 
     def _chosen_slots(self) -> NDArray[np.int32]:
         if self._slots is None:
@@ -392,7 +402,7 @@ class ResidentSet:
 
     def take_scores(self, scores: NDArray[np.float32]) -> None:
         """A scoring is over: choose the resident parts again."""
-        self._is_scoring = False
+        self.scorings.is_running = False
         known = np.zeros_like(scores)
         known[: len(self._scores)] = self._scores * DECAY
         self._scores = np.maximum(known, scores)
@@ -475,7 +485,8 @@ class ResidentSet:
         """Blocks that the next turn can continue from: whole parts with key bounds. 0 if no step has taken
         the kept bounds that it began with: the next turn uses the same ones."""
         size = self.division.part_blocks
-        return 0 if self._kept is not None else min(self._num_summed, len(table.sealed_keys)) // size * size
+        num_sealed = len(table.sealed_keys) // size * size
+        return 0 if self.scorings.kept is not None else min(self.scorings.num_whole, num_sealed)
 
     def kept(self, name: bytes, keys: Sequence[bytes]) -> KeptContext:
         """The context to keep, without its final place. Parts that were never scored get score 0."""

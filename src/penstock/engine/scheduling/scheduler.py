@@ -28,7 +28,7 @@ from penstock.engine.scheduling.budget import Budget, PrefillTimes, Promises, Ro
 from penstock.engine.scheduling.deep import DeepContexts
 from penstock.engine.scheduling.drafts import Drafter, Drafting, NoDrafts
 from penstock.engine.scheduling.events import Events, SchedulerCounts
-from penstock.engine.scheduling.lengths import Lengths, WholeLife
+from penstock.engine.scheduling.lengths import Lengths
 from penstock.engine.scheduling.residency import FIRST_TAU
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.stages import Life, RunningRequest, State, WaitingRequest
@@ -63,6 +63,14 @@ class Committed(NamedTuple):
     news: News = News()
 
 
+class Estimates(NamedTuple):
+    """What is expected of steps and requests, by those before."""
+
+    times: PrefillTimes | None = None  # size chunks if the budget limits their time
+    lengths: Lengths | None = None  # of answers; None: every request is expected to reach its limit
+    tau: Callable[[], int] = lambda: FIRST_TAU  # steps between two scorings, by their cost
+
+
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, all in one step."""
 
@@ -71,24 +79,21 @@ class Scheduler:
         ledger: KvLedger,
         budget: Budget,
         stop_ids: Iterable[int],
-        times: PrefillTimes | None = None,
         drafter: Drafter | None = None,
-        lengths: Lengths | None = None,
-        tau: Callable[[], int] = lambda: FIRST_TAU,
+        estimates: Estimates = Estimates(),  # noqa: B008 - immutable
     ) -> None:
-        """`times`: estimates that size chunks if the budget limits their time. `drafter` None: no
-        speculation. `lengths`: expected answer lengths; None: every request is expected to reach its limit.
-        `tau`: steps between two scorings, by their measured cost."""
-        self.lengths = lengths or WholeLife()
+        """`drafter` None: no speculation."""
+        self.lengths = estimates.lengths or Lengths()
         self.counts = SchedulerCounts()
         promises = Promises()
         self._ledger = ledger
         self._block_tokens = ledger.block_tokens
-        self._room = partial(Room, budget, ledger.block_tokens, times)  # what a step has left for prompts
+        # what a step has left for prompts
+        self._room = partial(Room, budget, ledger.block_tokens, estimates.times)
         self.lives: dict[str, Life] = {}  # all open requests: each is either in line or running
-        self.deep = DeepContexts(ledger, budget, promises, tau, self.counts)
+        self.deep = DeepContexts(ledger, budget, promises, estimates.tau, self.counts)
         self.running = Running(ledger, budget, self.lengths, promises)
-        self.admission = Admission(ledger, budget, self.running, times)
+        self.admission = Admission(ledger, budget, self.running, estimates.times)
         self._drafts = Drafting(drafter or NoDrafts(), ledger, budget, self.running)
         self._next = NextStep()
         self._steps = Steps()

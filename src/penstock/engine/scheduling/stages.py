@@ -10,25 +10,19 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.contract import (
-    Fence,
     Lease,
     Load,
     Match,
-    PartScores,
     Prefetch,
     Prefix,
     PromptLogprobs,
     Request,
-    Scoring,
     Table,
     Want,
 )
+from penstock.engine.scheduling.placement import Placement
 from penstock.errors import IllegalTransition
 
 
@@ -241,81 +235,6 @@ class RunningRequest:
         self.load, self.life.computes = None, True
         self.num_cached = self.num_resident + num_landed * block_tokens
         self._begin()
-
-
-# Where the context of one chunk is: `slots`, `paged`, `num_left_out` and `scoring` of `Chunk`.
-Placed = tuple[NDArray[np.int32], NDArray[np.int32] | None, int, Scoring | None]
-
-
-class StepRules(Protocol):
-    """What the chunks of one step may do."""
-
-    reads_host: bool  # read KV in host memory
-    scores: bool  # some chunk asks for scores already; no other one may
-
-
-class Placement(Protocol):
-    """Where the KV of one request is, and what follows from it in every stage. `OnDevice` keeps all of it on
-    the device, `Deep` only the last blocks."""
-
-    may_draft: bool  # drafts may be verified for it
-    # Blocks that it has on the device at most, however long it gets. None: all of its blocks.
-    fixed_blocks: int | None
-    is_partial: bool  # some of its tokens attend to a part of their context, or to KV computed that way
-
-    # in line
-
-    def is_ready(self, waiting: WaitingRequest) -> bool:
-        """True if it can be matched now."""
-
-    def find(self, waiting: WaitingRequest) -> Match:
-        """What is cached of it. Ends or renews its lease if that helps."""
-
-    def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
-        """It could start now with `match`. True if it waits because colder tiers have more of it."""
-
-    def read_on(self, waiting: WaitingRequest) -> None:
-        """Its prefetch may be over: ask whether there is more to read."""
-
-    def prefetch(self, waiting: WaitingRequest, is_next: bool) -> Prefetch | None:
-        """Read its blocks from cold tiers into host memory. `is_next`: it waits for nothing else."""
-
-    @property
-    def has_host_room(self) -> bool:
-        """True if it runs from host memory, and all of it fits there beside the running ones."""
-
-    # admission
-
-    def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
-        """A table that begins with `match`; None if some of it was evicted meanwhile."""
-
-    def cached(self, waiting: WaitingRequest, match: Match) -> tuple[int, Sequence[tuple[str, int]]]:
-        """Cached tokens of a table that begins with `match`, and the tiers of its blocks that are not on the
-        device."""
-
-    def enter(self, running: RunningRequest) -> None: ...
-
-    # running
-
-    def may_draw(self, running: RunningRequest) -> int:
-        """Promised blocks that its table does not have yet."""
-
-    def num_fitting(
-        self, running: RunningRequest, num_tokens: int, step: StepRules, fence: Fence | None
-    ) -> int:
-        """How many of its next `num_tokens` the step can compute. `fence` follows all launched steps. Asked
-        only with `fixed_blocks`."""
-
-    def reads_host(self, running: RunningRequest) -> bool:
-        """True if its next tokens read KV in host memory."""
-
-    def place(self, running: RunningRequest, start: int, end: int, room: int, step: StepRules) -> Placed:
-        """Where tokens `start` to `end` and `room` more are, and the context of these tokens."""
-
-    def take_scores(self, given: PartScores) -> None: ...
-
-    def leave(self, running: RunningRequest, is_answered: bool) -> None:
-        """It gives up row and table. `is_answered`: its conversation may go on."""
 
 
 def begin(waiting: WaitingRequest, row: int, table: Table, match: Match, block_tokens: int) -> RunningRequest:

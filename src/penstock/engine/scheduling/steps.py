@@ -53,46 +53,38 @@ class NextStep:
         """Compute its next `num_tokens` and verify `drafts` after them. Slots exist for all of these, and for
         `room` tokens that are drafted after the step."""
         life = running.life
-        request, known, table = life.request, life.tokens, running.table
-        start, num_drafts, sampling = running.num_planned, len(drafts), request.sampling
-        end = start + num_tokens
+        request, known, num_drafts = life.request, life.tokens, len(drafts)
+        start, end = running.num_planned, running.num_planned + num_tokens
         tokens = tuple(known[start:end])
         if len(tokens) < num_tokens:
             tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
-        samples = end == len(known) + life.num_in_flight and sampling.max_tokens > 0
+        samples = end == len(known) + life.num_in_flight and request.sampling.max_tokens > 0
         num_logits = 1 + num_drafts if samples else 0
         tokens, end = tokens + drafts, end + num_drafts
         num_unsure, running.num_drafted = running.num_drafted, num_drafts
         running.num_pending = self.num_ahead if num_logits else 0
-        next_token = known[end] if end < len(known) else 0
         running.num_planned = end
         life.num_in_flight += num_logits
-        if running.load is not None:
-            if not running.load.settled:
-                self.loads[request.id] = running.load
-            running.load = None
-        for fence in table.take_after():
-            self.after[FenceId(fence.lane, fence.number)] = fence
-        echo = None if sampling.prompt_logprobs is None else _echo(request, start, end)
-        slots, paged, num_left_out, scoring = life.placement.place(running, start, end, room, self)
-        self.scores |= scoring is not None and scoring.num_parts > 0
+        self._wait_for(running)
+        placed = life.placement.place(running, start, end, room, self)
+        self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         writes = start >= running.num_cached
+        next_token = known[end] if end < len(known) else 0
+        echo = None if request.sampling.prompt_logprobs is None else _echo(request, start, end)
         chunk = Chunk(
-            *(
-                request.id,
-                running.row,
-                start,
-                tokens,
-                slots,
-                writes,
-                num_logits,
-                request.adapter,
-                echo,
-                paged,
-            ),
-            *(num_unsure, next_token, num_left_out, scoring, room),
+            *(request.id, running.row, start, tokens, placed.slots, writes, num_logits, request.adapter),
+            *(echo, placed.paged, num_unsure, next_token, placed.num_left_out, placed.scoring, room),
         )
         (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
+
+    def _wait_for(self, running: RunningRequest) -> None:
+        """The step waits for the load into its table, and for earlier users of its newest slots."""
+        if running.load is not None:
+            if not running.load.settled:
+                self.loads[running.request.id] = running.load
+            running.load = None
+        for fence in running.table.take_after():
+            self.after[FenceId(fence.lane, fence.number)] = fence
 
     def chunks(self) -> tuple[Chunk, ...]:
         """In step order: single tokens first, and of these the sampled ones first, so that a chunk and its

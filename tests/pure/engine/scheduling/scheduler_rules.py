@@ -196,7 +196,7 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
 
 def _check_loads(world: World, plan: StepPlan) -> None:
     """A step waits for what is on its way into slots of its own requests, and for nothing else."""
-    loads = world.waits[plan.number].loads
+    loads = world.log.waits[plan.number].loads
     assert plan.loads == tuple(loads) and all(
         world.asked[name].load is load for name, load in loads.items()
     ), "a load under another's name"
@@ -218,7 +218,7 @@ def _check_loads(world: World, plan: StepPlan) -> None:
 def _check_after(world: World, plan: StepPlan) -> None:
     """Slots that a launched step still uses are written behind it: the step waits for it, or for a load that
     does, or an earlier step of the same table has waited."""
-    fences, loads = world.waits[plan.number].of(plan)
+    fences, loads = world.log.waits[plan.number].of(plan)
     assert plan.after == tuple((fence.lane, fence.number) for fence in fences), "a fence under another's name"
     covered = max((fence.number for fence in fences), default=0)
     copies = [copy for load in loads if isinstance(load, BlockLoad) for copy in load.copies]

@@ -52,7 +52,7 @@ UNTIMED = Timed()
 def check_time(world: World, plan: StepPlan) -> None:
     """From where somebody gets a token from the step, prompts take the target at most; the first alone may
     have the least chunk that there is instead. Looked at before the plan counts as made."""
-    times, budget = world.times, world.budget
+    times, budget = world.sizes.timed.times, world.budget
     if not isinstance(times, Ticks) or not times.measured or budget.chunk_s <= 0.0:
         return
     started = {start.request_id for start in plan.starts}

@@ -59,22 +59,21 @@ class Shape(NamedTuple):
     expects: int = 0  # tokens that every request is believed to write besides what it has; 0: all that it may
 
 
+SIZES = (*Shape._fields[:5], "timed", "max_overtaken_s", "num_deep", "num_resident")
+
+
 class Walker:
-    """Does events; the method's name is the event's."""
+    """Does events: the functions below, by their names."""
 
     def __init__(self, shape: Shape) -> None:
         self.depth = shape.depth
-        self._num_submitted = 0
-        self._prioritizes = shape.prioritizes
+        self.num_submitted = 0
+        self.prioritizes = shape.prioritizes
         cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
-        deep = {"num_resident": shape.num_resident, "num_deep": shape.num_deep}
         self.world = World(
-            *shape[:5],
+            **{name: getattr(shape, name) for name in SIZES},
             cold=cold,
-            timed=shape.timed,
-            max_overtaken_s=shape.max_overtaken_s,
             lengths=guessed(shape.expects),
-            **deep,
         )
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
@@ -84,7 +83,7 @@ class Walker:
     def do(self, event: Event) -> None:
         name, number = event
         r = random.Random(number)
-        getattr(self, name)(r)
+        globals()[name](self, r)
         self.world.now_s += r.choice((0.0, 0.0, 0.5, 1.0, 8.0))
         self.world.check()
 
@@ -96,241 +95,282 @@ class Walker:
             self.world.commit()
         self.world.close()
 
-    # ----------------------------------------------------------------------------------------------- requests
 
-    def _submit(self, prompt: Sequence[int], max_tokens: int, kind: dict[str, object]) -> None:
-        if len(self.world.scheduler.lives) < MAX_OPEN:
-            priority = self._num_submitted * 7 % 11 % 3 - 1 if self._prioritizes else 0
-            self._num_submitted += 1
-            self.world.submit(
-                prompt[: self.world.most_blocks * BLOCK - max_tokens], max_tokens, priority, **kind
-            )
+# ------------------------------------------------------------------------------------------------- requests
 
-    def _max_tokens(self, r: random.Random) -> int:
-        return r.choice([0, 1, 1, 2, 5, 9, 9])
 
-    def submit(self, r: random.Random) -> None:
-        self._submit(r.choice(STEMS)[: r.randint(1, 15)], self._max_tokens(r), r.choice(KINDS))
-
-    def submit_full_blocks(self, r: random.Random) -> None:
-        self._submit(r.choice(STEMS)[: r.randint(1, 3) * BLOCK], self._max_tokens(r), {})
-
-    def submit_a_crowd(self, r: random.Random) -> None:
-        """Together they want more than there is, for long."""
-        first, length, max_tokens = r.randint(0, 4), r.choice([4, 5, 11]), r.randint(6, 12)
-        for at in range(first, first + r.randint(2, 4)):
-            self._submit(STEMS[0][at : at + length], max_tokens, {"ignore_eos": True})
-
-    def continue_a_conversation(self, r: random.Random) -> None:
-        if self.world.asked:
-            asked = r.choice(list(self.world.asked.values()))
-            self._submit([*asked.known, *STEMS[2][: r.randint(0, 3)]], self._max_tokens(r), {})
-
-    def cancel(self, r: random.Random) -> None:
-        still_open = [i for i in self.world.asked if self.world.state_of(i) != "ended"]
-        if still_open:
-            self.world.cancel(r.choice(still_open))
-
-    def a_prefix_comes_back(self, r: random.Random) -> None:
-        """Something was asked before, and the device has forgotten it."""
-        if r.random() < 0.25:
-            for _ in range(30):
-                if not self.world.step():
-                    break
-        self.world.cache.reset(["device"])
-        self.continue_a_conversation(r)
-        self.plan(r)
-        if r.random() < 0.7:
-            self.tiers.launch("device")
-        self.plan(r)
-
-    def a_prefix_in_host_memory_waits_for_room(self, r: random.Random) -> None:
-        """Somebody runs, for long, and there is not room enough for whoever is next."""
-        if r.random() < 0.5:
-            for _ in range(30):
-                if not self.world.step():
-                    break
-        self.world.cache.reset(["device"])
-        num_tokens = self.world.cache.num_blocks * BLOCK
-        self._submit(STEMS[2][: r.randint(1, 5)], r.randint(2, num_tokens // 2), {"ignore_eos": True})
-        self.plan(r)
-        if self.world.asked:
-            known = r.choice(list(self.world.asked.values())).known[: num_tokens - 4]
-            self._submit(known, r.randint(1, num_tokens - len(known)), {})
-        self.plan(r)
-
-    # ------------------------------------------------------------------------------------------ deep requests
-
-    def submit_a_deep_one(self, r: random.Random) -> None:
-        """Often in whole blocks, and often one that was there before."""
-        length = r.randint(20, 80)
-        self._submit(
-            r.choice(LONG)[: length if r.random() < 0.5 else length // BLOCK * BLOCK],
-            self._max_tokens(r),
-            r.choice(KINDS),
+def _ask(walker: Walker, prompt: Sequence[int], max_tokens: int, kind: dict[str, object]) -> None:
+    if len(walker.world.scheduler.lives) < MAX_OPEN:
+        priority = walker.num_submitted * 7 % 11 % 3 - 1 if walker.prioritizes else 0
+        walker.num_submitted += 1
+        walker.world.submit(
+            prompt[: walker.world.most_blocks * BLOCK - max_tokens], max_tokens, priority, **kind
         )
 
-    def a_deep_one_runs_for_long(self, r: random.Random) -> None:
-        self._submit(r.choice(LONG)[: r.randint(4, 40)], r.randint(20, 40), {"ignore_eos": True})
-        self.turns(r, flows=True)
 
-    def one_that_fits_goes_on_and_is_deep(self, r: random.Random) -> None:
-        """The device has more of it than a deep one may have there, and host memory perhaps less."""
-        num_tokens = self.world.budget.deep_blocks * BLOCK
-        stem = r.choice(LONG)
-        self._submit(stem[: num_tokens - r.randint(1, 6)], 1, {})
-        for _ in range(r.randint(4, 20)):
-            self.world.device.lanes.lane("launch to device").step()
-            self.plan(r)
-            if len(self.world.in_flight) == self.depth:
-                self.world.commit()
-        self._submit(stem[: num_tokens + r.randint(1, 12)], 1, {})
-        self.turns(r)
+def _length(r: random.Random) -> int:
+    return r.choice([0, 1, 1, 2, 5, 9, 9])
 
-    def others_share_the_beginning_of_a_deep_one(self, r: random.Random) -> None:
-        stem = r.choice(LONG)
-        for _ in range(r.randint(1, 2)):
-            self._submit(stem[: r.randint(4, 20)], r.randint(4, 12), {"ignore_eos": True})
-        self._submit(stem[: r.randint(20, 80)], r.choice([1, 9]), {})
-        self.turns(r, flows=True)
 
-    def a_deep_one_comes_behind_a_crowd(self, r: random.Random) -> None:
-        """It is the youngest, and the first to be pushed out."""
-        self.submit_a_crowd(r)
-        self.a_deep_one_runs_for_long(r)
-        self.turns(r, flows=True)
+def submit(walker: Walker, r: random.Random) -> None:
+    _ask(walker, r.choice(STEMS)[: r.randint(1, 15)], _length(r), r.choice(KINDS))
 
-    def what_matched_is_lost_at_the_last_moment(self, r: random.Random) -> None:
-        """A copy that others are waiting for takes its room in host memory, before the deep request that is
-        next has it."""
-        host, num_kept = self.tiers.host, r.choice([0, 1, 1, 2, 4])
 
-        def lose(prefix: Prefix, match: Match) -> None:
-            host.forget(prefix.keys[num_kept : match.num_paged])
+def submit_full_blocks(walker: Walker, r: random.Random) -> None:
+    _ask(walker, r.choice(STEMS)[: r.randint(1, 3) * BLOCK], _length(r), {})
 
-        self.world.loses = lose
-        self.turns(r, flows=True)
-        self.world.loses = None
 
-    def steps_that_do_not_read_host_memory(self, r: random.Random) -> None:
-        for _ in range(r.randint(1, 3)):
-            if len(self.world.in_flight) == self.depth:
-                self.world.commit()
-            self.world.plan(reads_host=False)
+def submit_a_crowd(walker: Walker, r: random.Random) -> None:
+    """Together they want more than there is, for long."""
+    first, length, max_tokens = r.randint(0, 4), r.choice([4, 5, 11]), r.randint(6, 12)
+    for at in range(first, first + r.randint(2, 4)):
+        _ask(walker, STEMS[0][at : at + length], max_tokens, {"ignore_eos": True})
 
-    # -------------------------------------------------------------------------------------------------- steps
 
-    def plan(self, r: random.Random) -> None:
-        if len(self.world.in_flight) < self.depth:
-            self.world.plan()
+def continue_a_conversation(walker: Walker, r: random.Random) -> None:
+    if walker.world.asked:
+        asked = r.choice(list(walker.world.asked.values()))
+        _ask(walker, [*asked.known, *STEMS[2][: r.randint(0, 3)]], _length(r), {})
 
-    def commit(self, r: random.Random) -> None:
-        if self.world.in_flight:
-            self.world.commit(RuntimeError("device lost") if r.random() < 0.15 else None)
 
-    def turns(self, r: random.Random, flows: bool = False) -> None:
-        for _ in range(r.randint(1, 8)):
-            if flows:
-                self.world.device.lanes.run_all()
-                self.world.settle()
-            self.plan(r)
-            if len(self.world.in_flight) == self.depth:
-                self.world.commit()
+def cancel(walker: Walker, r: random.Random) -> None:
+    still_open = [i for i in walker.world.asked if walker.world.state_of(i) != "ended"]
+    if still_open:
+        walker.world.cancel(r.choice(still_open))
 
-    def turns_while_transfers_flow(self, r: random.Random) -> None:
-        self.turns(r, flows=True)
 
-    # ---------------------------------------------------------------------------------------------- transfers
+def a_prefix_comes_back(walker: Walker, r: random.Random) -> None:
+    """Something was asked before, and the device has forgotten it."""
+    if r.random() < 0.25:
+        for _ in range(30):
+            if not walker.world.step():
+                break
+    walker.world.cache.reset(["device"])
+    continue_a_conversation(walker, r)
+    plan(walker, r)
+    if r.random() < 0.7:
+        walker.tiers.launch("device")
+    plan(walker, r)
 
-    def transfers_go_on(self, r: random.Random) -> None:
-        dest = r.choice(["device", "host"])
-        for _ in range(r.randint(0, 2)):
-            self.tiers.launch(dest)
-        for _ in range(r.randint(0, 5)):
-            self.tiers.move(dest)
 
-    def transfers_end(self, r: random.Random) -> None:
-        self.world.device.lanes.run_all()
+def a_prefix_in_host_memory_waits_for_room(walker: Walker, r: random.Random) -> None:
+    """Somebody runs, for long, and there is not room enough for whoever is next."""
+    if r.random() < 0.5:
+        for _ in range(30):
+            if not walker.world.step():
+                break
+    walker.world.cache.reset(["device"])
+    num_tokens = walker.world.cache.num_blocks * BLOCK
+    _ask(walker, STEMS[2][: r.randint(1, 5)], r.randint(2, num_tokens // 2), {"ignore_eos": True})
+    plan(walker, r)
+    if walker.world.asked:
+        known = r.choice(list(walker.world.asked.values())).known[: num_tokens - 4]
+        _ask(walker, known, r.randint(1, num_tokens - len(known)), {})
+    plan(walker, r)
 
-    def settle(self, r: random.Random) -> None:
-        self.world.settle()
 
-    def the_next_copy_fails(self, r: random.Random) -> None:
-        if self.tiers.loads.mover.flying or self.tiers.saves.mover.flying:
-            r.choice([self.tiers.promotions, self.tiers.promotions, self.tiers.demotions]).fail_next = 1
+# -------------------------------------------------------------------------------------------- deep requests
 
-    def promotions_are_late(self, r: random.Random) -> None:
-        self.tiers.make_late()
 
-    def leases_expire(self, r: random.Random) -> None:
-        self.tiers.expire()
+def submit_a_deep_one(walker: Walker, r: random.Random) -> None:
+    """Often in whole blocks, and often one that was there before."""
+    length = r.randint(20, 80)
+    _ask(
+        walker,
+        r.choice(LONG)[: length if r.random() < 0.5 else length // BLOCK * BLOCK],
+        _length(r),
+        r.choice(KINDS),
+    )
 
-    def loading_pays_or_does_not(self, r: random.Random) -> None:
-        self.tiers.worth = r.random() < 0.7
 
-    def reset(self, r: random.Random) -> None:
-        self.world.cache.reset([r.choice(["device"] * 5 + ["host"])])
+def a_deep_one_runs_for_long(walker: Walker, r: random.Random) -> None:
+    _ask(walker, r.choice(LONG)[: r.randint(4, 40)], r.randint(20, 40), {"ignore_eos": True})
+    turns(walker, r, flows=True)
 
-    # ---------------------------------------------------------------------------------- tiers behind the host
 
-    def a_prefix_comes_back_from_far_away(self, r: random.Random) -> None:
-        """Neither device nor host have it any more."""
-        if r.random() < 0.5:
-            for _ in range(30):
-                if not self.world.step():
-                    break
-        self.world.cache.reset(["device", "host"])
-        self.continue_a_conversation(r)
-        for _ in range(r.randint(0, 3)):
-            self.stores_go_on(r)
-        self.plan(r)
+def one_that_fits_goes_on_and_is_deep(walker: Walker, r: random.Random) -> None:
+    """The device has more of it than a deep one may have there, and host memory perhaps less."""
+    num_tokens = walker.world.budget.deep_blocks * BLOCK
+    stem = r.choice(LONG)
+    _ask(walker, stem[: num_tokens - r.randint(1, 6)], 1, {})
+    for _ in range(r.randint(4, 20)):
+        walker.world.device.lanes.lane("launch to device").step()
+        plan(walker, r)
+        if len(walker.world.in_flight) == walker.depth:
+            walker.world.commit()
+    _ask(walker, stem[: num_tokens + r.randint(1, 12)], 1, {})
+    turns(walker, r)
 
-    def those_in_line_start_while_they_are_read_for(self, r: random.Random) -> None:
-        """A prefix comes back from far away and has to wait; then whoever is ahead of it goes."""
-        ahead = [i for i in self.world.asked if self.world.state_of(i) != "ended"]
-        self.world.cache.reset(["device", "host"])
-        self.continue_a_conversation(r)
-        self.plan(r)
-        for request_id in ahead:
-            self.world.cancel(request_id)
-        self.plan(r)
 
-    def stores_go_on(self, r: random.Random) -> None:
-        """One lane to a store, by a few steps."""
-        lanes = [
-            lane
-            for lane in self.world.device.lanes
-            if lane.name.startswith(("read", "write", "ask")) and len(lane)
-        ]
-        if lanes:
-            lane = r.choice(lanes)
-            for _ in range(r.randint(1, 6)):
-                lane.step()
+def others_share_the_beginning_of_a_deep_one(walker: Walker, r: random.Random) -> None:
+    stem = r.choice(LONG)
+    for _ in range(r.randint(1, 2)):
+        _ask(walker, stem[: r.randint(4, 20)], r.randint(4, 12), {"ignore_eos": True})
+    _ask(walker, stem[: r.randint(20, 80)], r.choice([1, 9]), {})
+    turns(walker, r, flows=True)
 
-    def a_block_goes_bad(self, r: random.Random) -> None:
-        store = r.choice(list(self.tiers.stores.values()))
-        if store.blocks:
-            key = r.choice(sorted(store.blocks))
-            r.choice([store.lose, store.spoil, store.fails.add])(key)
 
-    def a_store_dies_or_is_full(self, r: random.Random) -> None:
-        store = r.choice(list(self.tiers.stores.values()))
-        if r.random() < 0.5:
-            store.die()
-        else:
-            store.max_blocks = len(store.blocks)
+def a_deep_one_comes_behind_a_crowd(walker: Walker, r: random.Random) -> None:
+    """It is the youngest, and the first to be pushed out."""
+    submit_a_crowd(walker, r)
+    a_deep_one_runs_for_long(walker, r)
+    turns(walker, r, flows=True)
 
-    def stores_are_well_again(self, r: random.Random) -> None:
-        self.tiers.heal()
 
-    def host_memory_is_short(self, r: random.Random) -> None:
-        """Somebody takes all of it, for a while."""
-        taken = self.tiers.host.take_private(self.tiers.host.pool.counts.free, "somebody")
-        self.plan(r)
-        self.stores_go_on(r)
-        self.plan(r)
-        if taken is not None:
-            taken.rollback()
+def what_matched_is_lost_at_the_last_moment(walker: Walker, r: random.Random) -> None:
+    """A copy that others are waiting for takes its room in host memory, before the deep request that is
+    next has it."""
+    host, num_kept = walker.tiers.host, r.choice([0, 1, 1, 2, 4])
+
+    def lose(prefix: Prefix, match: Match) -> None:
+        host.forget(prefix.keys[num_kept : match.num_paged])
+
+    walker.world.loses = lose
+    turns(walker, r, flows=True)
+    walker.world.loses = None
+
+
+def steps_that_do_not_read_host_memory(walker: Walker, r: random.Random) -> None:
+    for _ in range(r.randint(1, 3)):
+        if len(walker.world.in_flight) == walker.depth:
+            walker.world.commit()
+        walker.world.plan(reads_host=False)
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+def plan(walker: Walker, r: random.Random) -> None:
+    if len(walker.world.in_flight) < walker.depth:
+        walker.world.plan()
+
+
+def commit(walker: Walker, r: random.Random) -> None:
+    if walker.world.in_flight:
+        walker.world.commit(RuntimeError("device lost") if r.random() < 0.15 else None)
+
+
+def turns(walker: Walker, r: random.Random, flows: bool = False) -> None:
+    for _ in range(r.randint(1, 8)):
+        if flows:
+            walker.world.device.lanes.run_all()
+            walker.world.settle()
+        plan(walker, r)
+        if len(walker.world.in_flight) == walker.depth:
+            walker.world.commit()
+
+
+def turns_while_transfers_flow(walker: Walker, r: random.Random) -> None:
+    turns(walker, r, flows=True)
+
+
+# ------------------------------------------------------------------------------------------------ transfers
+
+
+def transfers_go_on(walker: Walker, r: random.Random) -> None:
+    dest = r.choice(["device", "host"])
+    for _ in range(r.randint(0, 2)):
+        walker.tiers.launch(dest)
+    for _ in range(r.randint(0, 5)):
+        walker.tiers.move(dest)
+
+
+def transfers_end(walker: Walker, r: random.Random) -> None:
+    walker.world.device.lanes.run_all()
+
+
+def settle(walker: Walker, r: random.Random) -> None:
+    walker.world.settle()
+
+
+def the_next_copy_fails(walker: Walker, r: random.Random) -> None:
+    if walker.tiers.loads.mover.flying or walker.tiers.saves.mover.flying:
+        r.choice([walker.tiers.promotions, walker.tiers.promotions, walker.tiers.demotions]).fail_next = 1
+
+
+def promotions_are_late(walker: Walker, r: random.Random) -> None:
+    walker.tiers.make_late()
+
+
+def leases_expire(walker: Walker, r: random.Random) -> None:
+    walker.tiers.expire()
+
+
+def loading_pays_or_does_not(walker: Walker, r: random.Random) -> None:
+    walker.tiers.worth = r.random() < 0.7
+
+
+def reset(walker: Walker, r: random.Random) -> None:
+    walker.world.cache.reset([r.choice(["device"] * 5 + ["host"])])
+
+
+# ------------------------------------------------------------------------------------ tiers behind the host
+
+
+def a_prefix_comes_back_from_far_away(walker: Walker, r: random.Random) -> None:
+    """Neither device nor host have it any more."""
+    if r.random() < 0.5:
+        for _ in range(30):
+            if not walker.world.step():
+                break
+    walker.world.cache.reset(["device", "host"])
+    continue_a_conversation(walker, r)
+    for _ in range(r.randint(0, 3)):
+        stores_go_on(walker, r)
+    plan(walker, r)
+
+
+def those_in_line_start_while_they_are_read_for(walker: Walker, r: random.Random) -> None:
+    """A prefix comes back from far away and has to wait; then whoever is ahead of it goes."""
+    ahead = [i for i in walker.world.asked if walker.world.state_of(i) != "ended"]
+    walker.world.cache.reset(["device", "host"])
+    continue_a_conversation(walker, r)
+    plan(walker, r)
+    for request_id in ahead:
+        walker.world.cancel(request_id)
+    plan(walker, r)
+
+
+def stores_go_on(walker: Walker, r: random.Random) -> None:
+    """One lane to a store, by a few steps."""
+    lanes = [
+        lane
+        for lane in walker.world.device.lanes
+        if lane.name.startswith(("read", "write", "ask")) and len(lane)
+    ]
+    if lanes:
+        lane = r.choice(lanes)
+        for _ in range(r.randint(1, 6)):
+            lane.step()
+
+
+def a_block_goes_bad(walker: Walker, r: random.Random) -> None:
+    store = r.choice(list(walker.tiers.stores.values()))
+    if store.blocks:
+        key = r.choice(sorted(store.blocks))
+        r.choice([store.lose, store.spoil, store.fails.add])(key)
+
+
+def a_store_dies_or_is_full(walker: Walker, r: random.Random) -> None:
+    store = r.choice(list(walker.tiers.stores.values()))
+    if r.random() < 0.5:
+        store.die()
+    else:
+        store.max_blocks = len(store.blocks)
+
+
+def stores_are_well_again(walker: Walker, r: random.Random) -> None:
+    walker.tiers.heal()
+
+
+def host_memory_is_short(walker: Walker, r: random.Random) -> None:
+    """Somebody takes all of it, for a while."""
+    taken = walker.tiers.host.take_private(walker.tiers.host.pool.counts.free, "somebody")
+    plan(walker, r)
+    stores_go_on(walker, r)
+    plan(walker, r)
+    if taken is not None:
+        taken.rollback()
 
 
 WEIGHTS = {

@@ -28,7 +28,7 @@ from penstock.contract import (
 )
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import Lengths
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.engine.scheduling.stages import State
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
@@ -160,7 +160,7 @@ class WatchedCache(KvCache):
         self.tables[owner] = table
         table.__class__ = WatchedTable
         if (asked := self.world.asked.get(owner)) is not None:
-            self.world.admitted.append(owner)
+            self.world.log.admitted.append(owner)
             asked.open(num_blocks, num_paged or 0)
         self.world.seen["deep match in host memory"] += bool(num_paged)
         return table
@@ -279,54 +279,64 @@ class Asked:
         self.num_landed += num_paged * BLOCK
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a world is made of."""
+
+    num_slots: int = 8
+    max_batch: int = 4
+    prefill_chunk: int = 8
+    overcommit: float = 1.0
+    prefix_cache: bool = True
+    cold: Cold | None = None
+    timed: Timed = UNTIMED
+    max_overtaken_s: float = 0.0
+    num_resident: int = 0
+    num_deep: int = 0
+    lengths: Lengths | None = None
+
+    @property
+    def budget(self) -> Budget:
+        step = self.max_batch, self.prefill_chunk, self.overcommit, self.max_overtaken_s
+        deep = self.num_deep or self.num_resident, self.num_resident
+        return Budget(*step, self.timed.chunk_s, self.timed.min_chunk, *deep)
+
+
+@dataclass
+class Log:
+    """All that went between the scheduler and its engine."""
+
+    plans: list[StepPlan] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    waits: dict[int, Waits] = field(default_factory=dict)  # by step: what the ids of its plan stand for
+    moves: list[tuple[str, State]] = field(default_factory=list)  # of requests between states
+    admitted: list[str] = field(default_factory=list)  # in order; those that were admitted again again
+
+
 class World:
     """Requests, a scheduler, the KV books and a device; every plan and event that goes between them is
     checked."""
 
-    def __init__(
-        self,
-        num_slots: int = 8,
-        max_batch: int = 4,
-        prefill_chunk: int = 8,
-        overcommit: float = 1.0,
-        prefix_cache: bool = True,
-        make: type[Scheduler] = Scheduler,
-        cold: Cold | None = None,
-        timed: Timed = UNTIMED,
-        max_overtaken_s: float = 0.0,
-        num_resident: int = 0,
-        num_deep: int = 0,
-        lengths: Lengths | None = None,
-    ) -> None:
-        deep = num_deep or num_resident, num_resident
-        self.budget = Budget(
-            max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk, *deep
-        )
+    def __init__(self, make: type[Scheduler] = Scheduler, **sizes: Any) -> None:
+        self.sizes = sizes_ = Sizes(**sizes)
+        cold, lengths, times = sizes_.cold, sizes_.lengths, sizes_.timed.times
+        self.budget = sizes_.budget
         # called when a deep request was matched and is about to begin
         self.loses: Callable[[Prefix, Match], None] | None = None
         self.now_s = 0.0  # when requests arrive
-        self.times = timed.times
         self.newest_fence: StepFence | None = None
         self.num_run = 0
-        self.sound = True  # False once a check has failed: what comes after that means nothing
         self.asked: dict[str, Asked] = {}
-        self.admitted: list[str] = []  # in order; those that were admitted again again
         self.in_flight: deque[StepPlan] = deque()
-        self.waits: dict[int, Waits] = {}  # by step: what the ids of its plan stand for
-        self.plans: list[StepPlan] = []  # all that were made,
-        self.results: list[StepResult] = []  # and all that came of them
-        self.moves: list[tuple[str, State]] = []  # of requests between states
+        self.log = Log()
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
-        self.device = Device(
-            num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.stores)
-        )
-        pool = BlockPool(num_slots, "device")
+        has_stores = cold is not None and bool(cold.stores)
+        self.device = Device(sizes_.num_slots, 1 if cold is None else cold.num_host, has_stores)
+        pool = BlockPool(sizes_.num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
-        self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
-        self.lengths = lengths
-        others = () if lengths is None else (None, lengths)
-        self.scheduler = make(self.cache, self.budget, [EOS], timed.times, *others)
+        self.cache = WatchedCache(self, pool, sizes_.prefix_cache, self.tiers)
+        self.scheduler = make(self.cache, self.budget, [EOS], None, Estimates(times, lengths))
 
     # ----------------------------------------------------------------------------------------------- requests
 
@@ -353,7 +363,6 @@ class World:
         self.seen[f"cancelled while {state}"] += 1
 
     def _end(self, request_id: str, event: TokenEvent | None, finish: FinishReason) -> None:
-        self.sound = False
         asked = self.asked[request_id]
         assert (event is None) == (asked.ended is not None)
         if event is not None:
@@ -361,7 +370,6 @@ class World:
             assert request_id not in self.cache.tables, f"{request_id} ended and keeps its blocks"
             self.seen[f"{finish} with a step in flight"] += bool(self.samples_in_flight(request_id))
             asked.ended = finish
-        self.sound = True
 
     def outcome(self, request_id: str) -> tuple[list[int], FinishReason | None]:
         asked = self.asked[request_id]
@@ -394,7 +402,7 @@ class World:
         budget = self.budget
         most = {owner: self.asked[owner].lifetime_blocks for owner in self.cache.tables}
         deep = {owner for owner, num in most.items() if 0 < budget.deep_blocks < num}
-        if self.lengths is not None:
+        if self.sizes.lengths is not None:
             running = self.scheduler.running.requests
             most |= {owner: running[owner].promised for owner in most if owner not in deep}
         tables = self.cache.tables.items()
@@ -412,17 +420,16 @@ class World:
 
     def plan(self, reads_host: bool = True) -> StepPlan | None:
         """Plan a step and launch it."""
-        self.sound = False
         retractions = self.scheduler.counts.retractions
         loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
         planned = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
         plan = planned.plan
-        self.moves += planned.news.moves
+        self.log.moves += planned.news.moves
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
-            self.waits[plan.number] = planned.waits
-            self.plans.append(plan)
+            self.log.waits[plan.number] = planned.waits
+            self.log.plans.append(plan)
             assert reads_host or not any(chunk.num_paged for chunk in plan.chunks), (
                 "it reads host memory, and may not"
             )
@@ -436,12 +443,10 @@ class World:
             assert 0 <= lent <= self.cache.lent.get(table, 0), (
                 f"{owner} is said to have lent {lent} blocks, and has paged out fewer"
             )
-        self.sound = True
         return plan
 
     def commit(self, error: Exception | None = None) -> list[TokenEvent]:
         """Run the oldest step and take in its result."""
-        self.sound = False
         plan = self.in_flight.popleft()
         for chunk in plan.chunks:
             written = chunk.slots[chunk.start // BLOCK - chunk.num_paged :].tolist() if chunk.writes else []
@@ -449,7 +454,7 @@ class World:
                 f"a step of {chunk.request_id} writes what others may read"
             )
         result = self._run(plan, error)
-        self.results.append(result)
+        self.log.results.append(result)
         still_open = {
             c.request_id
             for c in plan.chunks
@@ -459,7 +464,7 @@ class World:
         self.cache.settle()  # the engine does, too: what the step has waited for has come
         outcome = self.scheduler.commit(result)
         events = list(outcome.events)
-        self.moves += outcome.news.moves
+        self.log.moves += outcome.news.moves
         told = [event.request_id for event in events]
         assert len(set(told)) == len(told) and set(told) <= still_open, (
             "one event per step, and none after the last"
@@ -476,12 +481,11 @@ class World:
         else:
             self._check_failed(events, still_open, result.error)
         self.cache.submit_saves()
-        self.sound = True
         return events
 
     def _run(self, plan: StepPlan, error: Exception | None) -> StepResult:
         """The compute lane waits for what the plan says, then runs the step."""
-        after, loads = self.waits[plan.number].of(plan)
+        after, loads = self.log.waits[plan.number].of(plan)
         fences = [*after, *(arrival.fence for load in loads for arrival in load.arrivals or ())]
         self.device.lanes.run_until(
             lambda: all(f.passed() or f.lane == "compute" for f in fences), f"step {plan.number}"
@@ -550,7 +554,6 @@ class World:
 
     def check(self) -> None:
         """What holds between any two calls."""
-        self.sound = False
         self.scheduler.check()
         self.cache.check()
         check_wants(self)
@@ -562,7 +565,9 @@ class World:
                 f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
             )
             pushed_out = self.scheduler.counts.retractions > 0 and not self.seen["step without its load"]
-            assert self.lengths is not None or not pushed_out, "nobody is pushed out of what was promised"
+            assert self.sizes.lengths is not None or not pushed_out, (
+                "nobody is pushed out of what was promised"
+            )
         for slot in range(self.cache.num_blocks):
             if (key := self.cache.key_of(slot)) is not None:
                 self.device.check_sealed(self.device.arena, slot, key)
@@ -572,4 +577,3 @@ class World:
             for slot, host_key in enumerate(pool.index.key_of):
                 if host_key is not None:
                     self.device.check_sealed(self.device.host, slot, host_key)
-        self.sound = True

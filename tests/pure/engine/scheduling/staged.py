@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from penstock.contract import KvLedger, Prefix, Request, SamplingParams, Table
-from penstock.engine.scheduling.on_device import OnDevice
+from penstock.engine.scheduling.placement import Placement
 from penstock.engine.scheduling.stages import Life, RunningRequest, State, WaitingRequest
 
 BLOCK = 4
@@ -34,7 +34,7 @@ def life_of(
     **sampling: Any,
 ) -> Life:
     request = Request(name, list(prompt), SamplingParams(max_tokens=max_tokens, **sampling), prefix)
-    placement = OnDevice(cast(KvLedger, ledger or NoLedger()))
+    placement = Placement(cast(KvLedger, ledger or NoLedger()))
     return Life(request, 1, placement, prefix, list(prompt))
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.conversations import Conversations
-from penstock.engine.scheduling.on_device import OnDevice
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, tiers_of
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
 from tests.pure.engine.scheduling.scheduler_world import World
@@ -57,17 +56,7 @@ def test_a_long_conversation_begins_where_all_take_three_quarters_of_the_device(
     first, second = world.submit(B, max_tokens, ignore_eos=True), world.submit(C, 12)
     assert begun(world, first, second) == ([first] if begins else [])
     world.finish()
-    assert world.admitted[1:] == [first, second], "and their turn comes"
-    world.close()
-
-
-def test_it_begins_when_those_that_are_under_way_have_ended() -> None:
-    world, runs = under_way()
-    world.submit([2, 2, 2], 9, ignore_eos=True)
-    waits = world.submit(B, 12)
-    assert begun(world, waits) == []
-    world.cancel(runs)
-    assert begun(world, waits) == [waits]
+    assert world.log.admitted[1:] == [first, second], "and their turn comes"
     world.close()
 
 
@@ -93,7 +82,7 @@ def test_whoever_goes_on_and_whoever_is_short_goes_ahead_of_it(prompt: list[int]
     waits, other = world.submit(B, 12), world.submit(prompt, 10)
     assert begun(world, waits, other) == ([other] if begins else [])
     world.finish()
-    assert len(world.admitted) == 4
+    assert len(world.log.admitted) == 4
     world.close()
 
 
@@ -114,131 +103,6 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(
     world.close()
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_nobody_begins_later_in_order_of_arrival(measured: bool) -> None:
-    world, _ = under_way(bound_s=0.0, measured=measured)
-    waits, _ = world.submit(B, 12), world.submit(C, 12)
-    assert begun(world, waits) == [waits]
-    world.close()
-
-
-def test_short_requests_that_run_and_long_ones_in_line_that_find_nothing_are_no_conversations() -> None:
-    world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=BOUND_S)
-    tiers_of(world).loads.costs.prefill.add(100, 0.0, 100.0)
-    world.submit([2, 2], 5, ignore_eos=True)
-    world.submit([3, 3], 5, ignore_eos=True)
-    planned(world)
-    first, second = world.submit(B, 24, ignore_eos=True), world.submit(C, 24)
-    assert begun(world, first, second) == [first]
-    world.close()
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
-    """5 blocks run, and 3 are its own; 12 that do not fit beside those that run come later, and their rank is
-    behind its own."""
-    world, _ = under_way(C[:12], max_tokens=4)
-    waits = world.submit([4] * 12, 1, ignore_eos=True)
-    world.now_s += 18.0
-    other = world.submit([*C[:12], 1, 1] if goes_on else [1, 1] * 7, 34, ignore_eos=True)
-    assert begun(world, waits, other) == ([] if goes_on else [waits])
-    world.finish()
-    world.close()
-
-
-# -------------------------------------------------------------------------------------------- after an answer
-
-
-def answered(monkeypatch: pytest.MonkeyPatch, kept_plans: int) -> World:
-    """A conversation of 5 blocks was answered a moment ago; a short request runs."""
-    monkeypatch.setattr(conversations, "KEPT_PLANS", kept_plans)
-    monkeypatch.setattr(conversations, "GRACE", 0)
-    world, runs = under_way(max_tokens=2)
-    world.submit([2, 2], 9, ignore_eos=True)
-    while world.outcome(runs)[1] is None:
-        planned(world)
-        world.commit()
-    assert world.outcome(runs)[1] is not None
-    return world
-
-
-def test_one_that_was_just_answered_is_under_way_for_some_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = answered(monkeypatch, 3)
-    waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
-    waited = []
-    while waits in world.in_line():
-        planned(world)
-        world.commit()
-        waited.append(waits in world.in_line())
-    assert waited == [True, True, False]
-    world.close()
-
-
-def test_it_begins_where_nobody_runs_whose_end_could_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = answered(monkeypatch, 1000)
-    waits, _ = world.submit(B, 17, ignore_eos=True), world.submit(C, 12)
-    assert begun(world, waits) == []
-    world.cancel(world.admitted[-1])
-    assert not world.scheduler.running.requests and begun(world, waits) == [waits]
-    world.close()
-
-
-def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its 5 blocks and the 7 of the one that begins are three quarters; with the answered one they would be
-    more."""
-    world = answered(monkeypatch, 1000)
-    goes_on = world.submit([*A[:12], 1, 1], 6, ignore_eos=True)
-    waits, other = world.submit(B, 12, ignore_eos=True), world.submit(C, 12)
-    assert begun(world, goes_on, waits, other) == [goes_on, waits]
-    world.close()
-
-
-@pytest.mark.parametrize("pause_s", [0.0, 100.0])
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
-    monkeypatch: pytest.MonkeyPatch, goes_on: bool, pause_s: float
-) -> None:
-    """However long they pause."""
-    monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
-    monkeypatch.setattr(conversations, "GRACE", 0)
-    world, _ = under_way(bound_s=1000.0)
-    world.finish()
-    talk = [5, 4] * 6
-    for number in range(7):
-        talk = [*talk[:12], number % 6 + 1] if goes_on else [number % 6 + 1, *talk[:12]]
-        one, _ = world.submit(talk, 1, ignore_eos=True), world.submit([2, 2, 2], 4, ignore_eos=True)
-        for _ in range(3):
-            world.step()
-        assert world.outcome(one)[1] is not None
-        world.now_s += pause_s
-    world.finish()
-    last = world.submit([*talk[:12], 6, 6], 14, ignore_eos=True)
-    world.plan()
-    waits, _ = world.submit([3] * 16, 12), world.submit(C, 12)
-    assert begun(world, last, waits) == ([last] if goes_on else [last, waits])
-    world.finish()
-    world.close()
-
-
-# ------------------------------------------------------------------------------------------------- priorities
-
-
-def test_nobody_of_a_lower_priority_goes_ahead_of_one_that_begins_later() -> None:
-    world, _ = under_way(C[:12])
-    waits, other = world.submit(B, 12), world.submit([*C[:12], 1], 1, priority=1)
-    assert begun(world, waits, other) == []
-    world.finish()
-    assert world.admitted[-2:] == [waits, other]
-    world.close()
-
-
-def test_it_does_not_wait_for_conversations_of_a_lower_priority() -> None:
-    world, _ = under_way(priority=1)
-    waits, other = world.submit(B, 12), world.submit(C, 12, priority=1)
-    assert begun(world, waits, other) == [waits]
-    world.close()
-
-
 # -------------------------------------------------------------------------------------------------- any order
 
 
@@ -248,7 +112,8 @@ def crowd(seed: int) -> Counter[str]:
     lower priority."""
     r = random.Random(seed)
     bound_s, cold = r.choice([2.0, 20.0]), Cold(r.choice([9, 24]))
-    world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=cold, max_overtaken_s=bound_s)
+    sizes = {"num_slots": r.randint(6, 16), "max_batch": r.choice([2, 4]), "prefill_chunk": r.choice([4, 64])}
+    world = World(**sizes, cold=cold, max_overtaken_s=bound_s)
     tiers_of(world).loads.costs.prefill.add(100, 0.0, r.choice([0.1, 10.0, 100.0]))
     talks: list[list[int]] = []
     for _ in range(r.randint(6, 16)):
@@ -286,25 +151,6 @@ def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(
     assert num_late > 20 and seen["overtakes"] > 10
 
 
-def test_a_plan_looks_at_one_of_many_that_would_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, _ = under_way(C[:12])
-    ids = [world.submit([number % 6 + 1, number // 6 % 6 + 1, *B[:12]], 12) for number in range(36)]
-    for _ in range(11):
-        world.plan()
-        while len(world.in_flight) > 1:
-            world.commit()
-    looked: list[str] = []
-    find = OnDevice.find
-    monkeypatch.setattr(
-        OnDevice, "find", lambda self, waiting: looked.append(waiting.request.id) or find(self, waiting)
-    )
-    other = world.submit([*C[:12], 1], 1)
-    assert begun(world, *ids, other) == [other] and len(looked) <= 7, (
-        "four whose turn it is, the first of those, and the other twice"
-    )
-    world.close()
-
-
 def two_that_run(
     monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8, bound_s: float = BOUND_S
 ) -> tuple[World, str]:
@@ -331,25 +177,6 @@ def answer(world: World, talk: str) -> None:
 def is_held_back(world: World, request_id: str) -> bool:
     planned(world)
     return request_id in world.in_line()
-
-
-def test_one_that_was_cancelled_is_not_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, talk = two_that_run(monkeypatch)
-    other = world.submit(B, 1)
-    world.cancel(talk)
-    assert not is_held_back(world, other)
-    world.close()
-
-
-@pytest.mark.parametrize(("dear_tokens", "held"), [(11, True), (12, True), (13, False)])
-def test_a_conversation_counts_from_so_many_tokens_on_with_its_answer(
-    monkeypatch: pytest.MonkeyPatch, dear_tokens: int, held: bool
-) -> None:
-    world, talk = two_that_run(monkeypatch, dear_tokens=dear_tokens)
-    other = world.submit(B, 1)
-    answer(world, talk)
-    assert is_held_back(world, other) == held
-    world.close()
 
 
 @pytest.mark.parametrize(
@@ -405,21 +232,6 @@ def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_com
         world.commit()
         wanted.append(kept(world))
     assert wanted == [2, 2, 0, 0]
-    world.close()
-
-
-def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_what_older_requests_want(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world, talk = two_that_run(monkeypatch, C[:8])
-    newest_s = max(asked.request.arrival_s for asked in world.asked.values())
-    answer(world, talk)
-    (want,) = world.cache.pool.idle.wants
-    assert want.rank == newest_s
-    pool = world.cache.pool
-    assert pool.keys(pool.coldest(2)) == list(reversed(world.cache.prefix_of(C[:8]).keys)), (
-        "nobody wants those"
-    )
     world.close()
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from penstock.contract import (
     Chunk,
     Fence,
     FinishReason,
-    Grammar,
     Prefix,
     Request,
     Sampled,
@@ -28,15 +26,13 @@ from penstock.contract import (
 )
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.drafts import Decoding
-from penstock.engine.scheduling.scheduler import Planned, Scheduler
+from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.engine.scheduling.stages import Life, RunningRequest
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
-from tests.pure.engine.scheduling.scheduler_tiers import Cold
-from tests.pure.engine.scheduling.scheduler_world import World as DeepWorld
 from tests.support.guesses import guessed
 
 BLOCK, STOP = 4, 999
@@ -166,7 +162,8 @@ class World:
         self.said: dict[str, Said] = {}
         self.script = Script(self, ahead)
         budget = Budget(max_batch=4, prefill_chunk=8, overcommit=overcommit)
-        self.scheduler = Scheduler(self.cache, budget, [STOP], drafter=self.script, lengths=guessed(expects))
+        estimates = Estimates(lengths=guessed(expects))
+        self.scheduler = Scheduler(self.cache, budget, [STOP], self.script, estimates)
         self.kv: dict[int, tuple[int, ...]] = {}  # by place: all tokens up to the one whose KV is there
         self.launched: list[tuple[StepPlan, StepResult]] = []  # whose results were not taken in
         self.failing = failing  # how often a step fails, or lacks KV
@@ -305,7 +302,7 @@ ROOMS = {"wide": (64, 1.0), "narrow": (20, 1.0), "overcommitted": (20, 2.5), "ou
 @pytest.mark.parametrize("ahead", [False, True], ids=["reads first", "plans ahead"])
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize("failing", [0.0, 0.1], ids=["sound", "failing"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_with_any_drafts_everybody_gets_what_they_say(
     seed: int, failing: float, room: Any, ahead: bool
 ) -> None:
@@ -394,21 +391,6 @@ def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_sai
         world.scheduler.commit(result)
 
 
-@pytest.mark.parametrize(("overcommit", "draws"), [(1.0, True), (2.5, False)])
-def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_where_all_were_promised(
-    overcommit: float, draws: bool
-) -> None:
-    world = World(0, True, 64, overcommit, 0.0)
-    world.script.num_ahead = 3
-    world.script.propose = lambda requests, num_requests: [()] * len(requests)  # type: ignore[method-assign]
-    for _ in range(6):
-        world.submit()
-    seen, plan = set[bool](), world.scheduler.plan
-    world.scheduler.plan = lambda: seen_in(plan(), seen)  # type: ignore[method-assign]
-    world.finish()
-    assert seen == {False, True} if draws else seen == {False}
-
-
 class Asks(Script):
     """Makes no drafts, and notes for whom there is room for some."""
 
@@ -422,24 +404,6 @@ class Asks(Script):
         self.asked |= {one.life.request.id for one in requests}
         self.most |= {one.life.running.num_planned: one.most for one in requests if one.life.running}
         return [()] * len(requests)
-
-
-@pytest.mark.parametrize("num_ahead", [0, 3])
-def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
-    world = World(0, False, 64, 1.0, 0.0)
-    asks = world.script = world.scheduler._drafts.drafter = Asks(num_ahead)
-    plain = SamplingParams(max_tokens=9, temperature=0.0)
-    for id, sampling in (("plain", plain), ("shaped", replace(plain, grammar=Grammar("regex", "a*")))):
-        request = Request(id, [1, 2, 3], sampling, world.cache.prefix_of([1, 2, 3]))
-        world.said[id] = Said(request, [n % 50 for n in range(40)])
-        world.scheduler.add(request)
-    rooms, run = dict[str, int](), world.run
-    world.run = lambda plan: (
-        rooms.update({one.request_id: max(one.room, rooms.get(one.request_id, 0)) for one in plan.chunks})
-        or run(plan)
-    )  # type: ignore[method-assign, func-returns-value]
-    world.finish()
-    assert asks.asked == {"plain"} and rooms == {"plain": num_ahead, "shaped": 0}
 
 
 @pytest.mark.parametrize(
@@ -464,24 +428,3 @@ def test_there_is_room_for_drafts_behind_a_step_that_samples(overcommit: float, 
     assert found == list(zip([8, *range(12, 21)], rooms, strict=True))
     if overcommit == 1.0:
         assert asks.most == {num: 20 - num - 1 for num in range(12, 19)}
-
-
-@pytest.mark.parametrize("num_ahead", [0, 3])
-def test_a_request_that_is_paged_out_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
-    asks = Asks(num_ahead)
-    world = DeepWorld(num_slots=12, cold=Cold(40), num_resident=8, make=partial(Scheduler, drafter=asks))  # type: ignore[arg-type]
-    deep = world.submit([at % 6 for at in range(72)], 6, ignore_eos=True)
-    world.finish()
-    assert world.outcome(deep)[1] is FinishReason.LENGTH and world.seen["step that reads host memory"]
-    assert not asks.asked and not any(chunk.room for plan in world.plans for chunk in plan.chunks)
-    world.close()
-
-
-def seen_in(planned: Planned, seen: set[bool]) -> Planned:
-    """Whether chunks have more blocks than their own tokens need."""
-    seen.update(
-        len(chunk.slots) * BLOCK - chunk.kv_len >= BLOCK
-        for chunk in (() if planned.plan is None else planned.plan.chunks)
-        if chunk.num_logits
-    )
-    return planned

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from penstock.contract import Adapter, FinishReason, Request, SamplingParams
-from penstock.engine.scheduling.lengths import LEAST, LOST_QUANTILE, WholeLife, WrittenLengths
+from penstock.engine.scheduling.lengths import LEAST, LOST_QUANTILE, WrittenLengths
 
 CONTEXT = 100_000
 
@@ -33,11 +31,6 @@ def test_seven_in_ten_of_the_last_answers_were_no_longer_than_what_is_expected()
     assert after(*range(1000, 1256)).expected(a_request(), 0) == 1179
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 40])
-def test_no_more_is_expected_than_a_request_may_write(max_tokens: int) -> None:
-    assert WrittenLengths().expected(a_request(max_tokens=max_tokens), 0) == max_tokens
-
-
 def test_of_a_request_that_nothing_ends_all_is_expected() -> None:
     written = after(*[50] * 300)
     assert written.expected(a_request(ignore_eos=True), 0) == CONTEXT
@@ -52,11 +45,6 @@ def test_routes_and_adapters_are_told_apart() -> None:
     assert written.expected(a_request("messages"), 0) == written.expected(a_request(adapter=poet), 0) == 384
     written.saw(a_request(adapter=poet), 9, FinishReason.STOP)
     assert written.by_route() == {"chat": 2000, "poet:chat": 384}
-
-
-def test_old_answers_are_forgotten() -> None:
-    written = after(*[5000] * 300, *[100] * 256)
-    assert written.expected(a_request(), 0) == 100
 
 
 def test_the_routes_used_longest_ago_are_forgotten() -> None:
@@ -93,9 +81,3 @@ def test_a_hang_up_ends_an_answer_and_an_error_says_nothing() -> None:
     failed, silent = after(*[300] * 256, finish=FinishReason.ERROR), after(*[0] * 256)
     for nothing in (failed, silent, after(*[300] * 256, ignore_eos=True)):
         assert nothing.expected(a_request(), 0) == 384
-
-
-def test_where_whole_lives_are_promised_all_that_a_request_may_write_is_expected() -> None:
-    lives = WholeLife()
-    lives.saw(a_request(), 10, FinishReason.STOP)
-    assert lives.expected(a_request(), 0) == CONTEXT and lives.by_route() == {}

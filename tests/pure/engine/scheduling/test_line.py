@@ -3,7 +3,6 @@ them meanwhile."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -144,21 +143,6 @@ def test_nobody_is_overtaken_by_one_that_arrived_later_than_the_bound_whatever_i
     assert sum(crowd.admit() is not None for _ in range(num + 1)) == num, "everybody's turn comes"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_dearest_is_admitted_when_the_bound_has_gone_by_however_many_cheap_ones_come(seed: int) -> None:
-    r, crowd = random.Random(seed), Crowd(10.0)
-    dear = crowd.add()
-    crowd.line.rank(dear, 1e9, r.choice([0.0, 0.01]))
-    num_overtaken = 0
-    while dear in crowd.waiting:
-        crowd.now_s += 0.25
-        for _ in range(2):
-            crowd.line.rank(crowd.add(), 0.0, 1.0)
-        crowd.line.rank(dear, 1e9 * r.random(), r.choice([0.0, 0.01]))
-        num_overtaken += crowd.admit() is not dear
-    assert 0 < num_overtaken <= 2 * 10.0 / 0.25, "nobody who arrived more than ten seconds later went first"
-
-
 def ranked(bound_s: float, *those: tuple[float, float | None, float]) -> list[int]:
     """The order of some that arrived then, start within so many seconds and find that much of their
     prompts."""
@@ -199,42 +183,6 @@ def test_who_goes_first() -> None:
         assert ranked(bound_s, *those) == order, why
 
 
-def test_a_second_of_work_counts_less_for_somebody_whose_kv_is_on_the_device() -> None:
-    crowd = Crowd(60.0)
-    away, here = crowd.add(), crowd.add()
-    crowd.now_s += 1.0
-    later = crowd.add()
-    for track, start_s, is_here in ((away, 0.1, False), (here, 0.05, True), (later, 0.0, True)):
-        crowd.line.rank(track, start_s, 1.0, is_here)
-    assert list(crowd.line) == [here, later, away]
-    crowd.line.rank(here, 0.2, 1.0, True)
-    assert list(crowd.line) == [later, here, away], "ten seconds for a second"
-
-
-def test_one_whose_arrival_was_noted_first_goes_first_though_it_came_into_line_later() -> None:
-    """Hashing a long prompt takes its time, in the thread of its caller."""
-    for bound_s, start_s in ((0.0, None), (60.0, None), (60.0, 1.0)):
-        crowd = Crowd(bound_s)
-        late = crowd.add()
-        early = crowd.add(late_s=0.5)
-        for track in (early, late):
-            crowd.line.rank(track, start_s, 0.0)
-        assert list(crowd.line) == [early, late]
-
-
-def test_one_that_was_retracted_has_the_place_of_its_arrival_whatever_it_costs() -> None:
-    crowd = Crowd(60.0)
-    retracted = crowd.add()
-    assert crowd.admit() is retracted
-    crowd.now_s += 1.0
-    cheap = crowd.add()
-    crowd.line.rank(cheap, 0.0, 1.0)
-    crowd.retract(retracted)
-    for share in (0.0, 0.5):
-        crowd.line.rank(retracted, 1e9, share)
-        assert list(crowd.line) == [retracted, cheap]
-
-
 def test_whoever_finds_a_good_part_of_his_prompt_or_ran_before_goes_on() -> None:
     crowd = Crowd(60.0)
     ran = crowd.add()
@@ -250,35 +198,6 @@ def test_whoever_finds_a_good_part_of_his_prompt_or_ran_before_goes_on() -> None
     assert list(crowd.line.going_on()) == [ran], "what it had found is lost"
 
 
-def test_whoever_finds_something_and_whoever_is_short_passes_one_that_begins_later_in_order_of_rank() -> None:
-    crowd = Crowd(60.0)
-    tracks = {name: crowd.add() for name in ("long", "short", "longer", "known", "far", "too far")}
-    for name, num_tokens in (("long", 9), ("longer", 10)):
-        tracks[name].life.tokens = [1] * num_tokens
-    for name, start_s in (("long", 1.0), ("short", 0.02), ("longer", 1.0), ("far", 0.01), ("too far", 0.0)):
-        crowd.line.rank(tracks[name], start_s, 0.0)
-    crowd.line.rank(tracks["known"], 0.05, 1.0)
-    assert list(crowd.line.passing(9, 4)) == [tracks["known"], tracks["short"], tracks["far"]], (
-        "only so many are looked through"
-    )
-
-
-def test_a_line_says_whether_a_place_may_have_changed() -> None:
-    line = Crowd(60.0)
-    track = line.add()
-    assert line.line.rank(track, 0.5, 0.5)
-    assert not line.line.rank(track, 0.5, 0.5)
-    assert line.line.rank(track, 0.5, 0.0), "it finds nothing any more"
-    assert line.line.rank(track, 0.5, 0.5)
-
-
-def test_without_a_bound_no_place_ever_changes() -> None:
-    """A plan that admits looks at somebody twice where his place has changed, and admits half as many."""
-    crowd = Crowd(0.0)
-    track = crowd.add()
-    assert not any(crowd.line.rank(track, 0.5, share) for share in (0.0, 0.5, 0.0))
-
-
 def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
     crowd = Crowd(60.0)
     tracks = [crowd.add() for _ in range(10)]
@@ -290,15 +209,6 @@ def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
         looked = [track for _ in range(5) for track in crowd.line.look_again(2)]
         assert set(looked) == set(tracks) and len(looked) == 10
     assert len(crowd.line.look_again(64)) == 10
-
-
-def test_newcomers_are_looked_at_before_others_are_looked_at_again() -> None:
-    crowd = Crowd(60.0)
-    known = [crowd.add() for _ in range(4)]
-    assert set(crowd.line.look_again(4)) == set(known)
-    newest = [crowd.add(), crowd.add()]
-    assert set(crowd.line.look_again(2)) == set(newest)
-    assert set(crowd.line.look_again(4)) == set(known)
 
 
 def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() -> None:

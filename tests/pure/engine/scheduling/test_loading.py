@@ -3,13 +3,9 @@ are late; and defects that turn these tests red."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from penstock.contract import FinishReason, KvSource
-from penstock.errors import PenstockError
-from tests.pure.engine.scheduling import tier_faults as faults
 from tests.pure.engine.scheduling.scheduler_cases import (
     A,
     B,
@@ -41,21 +37,6 @@ def test_a_prefix_in_the_host_tier_is_promoted_and_the_rest_computed() -> None:
     assert source_of(world, again) == KvSource(host=8, computed=2)
 
 
-def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset() -> None:
-    world = remembered(A[:12])
-    first = world.submit(A[:4], 1)
-    world.finish()  # brings the first block back
-    again = world.submit([*A[:12], 6], 1)
-    assert world.plan() is None
-    load = world.asked[again].load
-    assert load is not None and load.num_blocks == 2 and world.cache.tables[again].num_slots == 4, (
-        "with that of its last token"
-    )
-    world.close()
-    assert source_of(world, again) == KvSource(device=4, host=8, computed=1)
-    assert source_of(world, first).host == 3
-
-
 def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() -> None:
     world = remembered(A[:8])
     again = world.submit([*A[:8], 6, 6], 1)
@@ -64,26 +45,11 @@ def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() 
     tiers_of(world).launch("device")
     plan = planned(world)
     assert shape(plan) == [(again, 8, 2)] and plan.loads == (again,)
-    assert [arrival.layers for arrival in world.waits[plan.number].loads[again].arrivals or ()] == [
+    assert [arrival.layers for arrival in world.log.waits[plan.number].loads[again].arrivals or ()] == [
         (0, 3),
         (3, 6),
     ]
     world.commit()
-    world.close()
-
-
-def test_a_short_step_does_not_begin_before_its_load_is_nearly_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kv.tiers.loads._LAST_BYTES", 1)
-    world = remembered(A[:12], overlap_tokens=100)
-    again = world.submit([*A[:12], 6], 1)
-    world.plan()
-    tiers = tiers_of(world)
-    tiers.launch("device")
-    assert world.plan() is None, "two copies are still to come"
-    while not world.asked[again].load.nearly_landed():  # type: ignore[union-attr]
-        assert tiers.move("device")
-    plan = planned(world)
-    assert shape(plan) == [(again, 12, 1)] and len(plan.loads) == 1
     world.close()
 
 
@@ -97,19 +63,6 @@ def test_a_step_never_waits_for_a_load_while_others_could_be_computed() -> None:
     plan = planned(world)
     assert shape(plan) == [(busy, 5, 1)] and plan.loads == () and world.state_of(loading) == "loading"
     world.close()
-
-
-def test_a_request_that_waits_for_several_times_as_long_as_a_lease_lasts_still_finds_its_prefix() -> None:
-    world = remembered(A[:8])
-    busy = world.submit(B[:8], 9, ignore_eos=True)
-    again = world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
-    for num in range(1, 5):
-        world.step()
-        tiers_of(world).expire()
-        world.step()
-        assert tiers_of(world).host.counts.leases_expired == num and world.state_of(again) == "waiting"
-    world.close()
-    assert world.outcome(busy)[1] is FinishReason.LENGTH and source_of(world, again).host == 8
 
 
 def test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_instead() -> None:
@@ -162,20 +115,6 @@ def test_a_retracted_request_resumes_with_nothing_computed_again() -> None:
     alone.close()
     assert [world.outcome(i) for i in world.asked] == [alone.outcome(i) for i in alone.asked]
     assert world.scheduler.counts.retractions == 1 and world.seen["resume with its tail"] == 1
-
-
-def test_a_retracted_request_waits_until_what_it_had_is_saved() -> None:
-    world = crowded()
-    world.cancel("r0")
-    while world.in_flight:
-        world.commit()
-    turn_without(world, "host", 2)
-    assert world.state_of("r1") == "retracted", "there is room, and what it had is on its way"
-    world.device.lanes.run_all()
-    world.settle()
-    world.plan()
-    assert world.state_of("r1") == "loading"
-    world.close()
 
 
 def test_nobody_is_pushed_out_while_transfers_under_way_free_enough() -> None:
@@ -260,41 +199,6 @@ def test_evicting_a_leased_block() -> None:
 
 # ----------------------------------------------------------------------------------------------------- faults
 
-RED: list[tuple[faults.Fault, Callable[..., None]]] = [
-    (
-        faults.computes_over_what_has_not_come,
-        test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes,
-    ),
-    (
-        faults.begins_before_the_copies_are_launched,
-        test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes,
-    ),
-    (
-        faults.forgets_a_load_that_fails_when_it_has_set_off,
-        test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_instead,
-    ),
-    (faults.never_saves, test_a_retracted_request_resumes_with_nothing_computed_again),
-    (
-        faults.pushes_out_while_transfers_free_enough,
-        test_nobody_is_pushed_out_while_transfers_under_way_free_enough,
-    ),
-    (faults.forgets_what_is_promised, test_two_waiting_requests_starve_each_other),
-    (faults.waits_for_ever_for_a_late_load, test_prefetch_waits_for_one_stuck_load),
-    (faults.keeps_others_waiting_for_a_late_load, test_prefetch_waits_for_one_stuck_load),
-    (faults.evicts_what_is_leased, test_evicting_a_leased_block),
-]
-
-
-@pytest.mark.parametrize(
-    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
-)
-def test_a_defect_turns_its_test_red(
-    fault: faults.Fault, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault(monkeypatch)
-    with pytest.raises((AssertionError, PenstockError)):
-        test()
-
 
 @pytest.mark.parametrize("lands", [True, False])
 def test_one_that_had_waited_too_long_for_a_load_asks_for_no_other(lands: bool) -> None:
@@ -312,49 +216,3 @@ def test_one_that_had_waited_too_long_for_a_load_asks_for_no_other(lands: bool) 
     assert source_of(world, late) == (KvSource(device=8, computed=1) if lands else KvSource(computed=9)), (
         "what came after all is there"
     )
-
-
-def test_one_that_waited_too_long_keeps_the_place_of_its_arrival() -> None:
-    world = remembered(A[:8], num_slots=4, max_batch=1)
-    late = world.submit([*A[:8], 1], 3, ignore_eos=True)
-    assert world.plan() is None
-    others = [world.submit([2, 2, 2], 9, ignore_eos=True), world.submit([3, 3, 3], 9, ignore_eos=True)]
-    tiers_of(world).make_late()
-    world.plan()
-    assert world.in_line() == [late, *others] and world.scheduler.num_by_state()["waiting"] == 3
-    world.close()
-    assert [i for i in world.admitted if i in (late, *others)] == [late, late, *others]
-
-
-def pushed_out() -> tuple[World, str]:
-    """A request that was retracted, and loads what it had; and nobody else."""
-    world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
-    first, second = (
-        world.submit(A[:8], 9, ignore_eos=True),
-        world.submit([6, 5, 4, 3, 2, 1, 6, 5], 9, ignore_eos=True),
-    )
-    while world.state_of(second) != "retracted":
-        world.step()
-    while world.state_of(second) != "loading":
-        if world.outcome(first)[1] is None:
-            world.step()
-        else:
-            for lane in world.device.lanes:
-                while not lane.name.endswith("to device") and lane.step():
-                    pass
-            world.settle()
-            world.plan()
-    assert len(world.asked[second].got) > 0
-    return world, second
-
-
-def test_one_that_was_pushed_out_before_it_waited_too_long_comes_back_when_all_of_it_fits() -> None:
-    """As after any retraction: a second one would be thrashing."""
-    world, second = pushed_out()
-    tiers_of(world).make_late()
-    urgent = world.submit([1, 2, 3], 8, priority=-1, ignore_eos=True)
-    world.plan()
-    assert (world.state_of(urgent), world.state_of(second)) == ("running", "retracted")
-    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 1}
-    world.close()
-    assert world.scheduler.counts.retractions == 1

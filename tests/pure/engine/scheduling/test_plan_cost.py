@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult
-from penstock.engine.scheduling import steps as steps_module
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.blocks import key as key_module
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.table import BlockTable
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -91,55 +89,6 @@ class Counted:
         return self.slots.num_lookups
 
 
-def waiting_for_a_prefix(num_tokens: int) -> Counted:
-    """One request has its last prompt tokens computed; the others have the same prompt, and wait for it."""
-    world = Counted(2 * num_tokens // BLOCK, prefill_chunk=num_tokens // 2)
-    for _ in range(NUM_WAITING + 1):
-        world.submit(range(num_tokens), max_tokens=100)
-    world.commit(world.plan())
-    world.plan()
-    return world
-
-
-@pytest.mark.parametrize("num_tokens", [1_000, 10_000])
-def test_a_plan_looks_at_no_more_for_long_prompts_that_wait_than_for_short_ones(num_tokens: int) -> None:
-    world = waiting_for_a_prefix(num_tokens)
-    world.slots.num_lookups = 0
-    # nobody has looked at them before: the first of them is looked up, the others have the same
-    plan = world.plan()
-    assert world.slots.num_lookups <= num_tokens // BLOCK + 2 * NUM_WAITING
-    assert len(plan.chunks) == 1 and world.scheduler.num_by_state() == {
-        "waiting": 64,
-        "loading": 0,
-        "running": 1,
-        "retracted": 0,
-    }
-    assert world.num_lookups_of() <= NUM_WAITING, "one key each: the one that it waits for"
-
-
-def test_what_a_waiting_request_lost_is_looked_up_again() -> None:
-    """The first half of its prompt is cached, and a running request computes the second for itself; then the
-    half is evicted from its middle on: there is nothing to wait for any more, and it starts with what is
-    left."""
-    tokens = list(range(1_000))
-    world = Counted(2_000, prefill_chunk=4_000)
-    first = world.cache.open("first", world.cache.prefix_of(tokens[:500]), 0)
-    assert first.try_extend(125)
-    first.seal(tokens[:500], 500, None)
-    # does not share it: its own copies of those blocks get no key
-    runs = world.cache.open("runs", world.cache.prefix_of(tokens), 0)
-    assert runs.try_extend(250)
-    runs.seal(tokens, 500, None)
-    world.submit(range(5_000, 5_004), max_tokens=900)
-    world.commit(world.plan())
-    waits = world.submit(tokens)
-    assert {c.request_id for c in world.plan().chunks} == {"r0"}, "it waits"
-    first.release(None)
-    assert world.pool.evict(50) == 50
-    plan = world.plan()
-    assert [(c.request_id, c.start) for c in plan.chunks if c.request_id == waits] == [(waits, 75 * BLOCK)]
-
-
 def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,55 +136,3 @@ def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() ->
     world.scheduler.cancel(running)
     assert world.num_lookups_of() <= 30, "and whoever is admitted"
     assert world.scheduler.running.requests
-
-
-class Sealing:
-    """Eight requests that fill their blocks in the same steps, and who gets keys in which commit."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
-        self.world = Counted(64, prefill_chunk=64)
-        self.by_commit: list[list[str]] = []
-        whole = BlockTable.seal
-
-        def seal(table: Any, tokens: Any, num_computed: int, fence: Any) -> None:
-            before = table.num_keyed
-            whole(table, tokens, num_computed, fence)
-            if table.num_keyed > before:
-                self.by_commit[-1].append(table.owner)
-
-        monkeypatch.setattr(BlockTable, "seal", seal)
-        monkeypatch.setattr(steps_module, "_SEALS_AT_ONCE", 1)
-        self.ids = [
-            self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens)
-            for number in range(8)
-        ]
-
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            plan = self.world.plan()
-            self.by_commit.append([])
-            self.world.commit(plan)
-
-
-def test_blocks_that_many_requests_fill_in_one_step_get_their_keys_a_few_in_each_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sealing = Sealing(monkeypatch, max_tokens=20)
-    sealing.run(9)
-    assert max(map(len, sealing.by_commit)) == 2 * 8 // BLOCK, (
-        "twice as many as are full in a step on average"
-    )
-    assert [owner for some in sealing.by_commit for owner in some] == [*sealing.ids, *sealing.ids], (
-        "all of them twice, the oldest first"
-    )
-
-
-def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sealing = Sealing(monkeypatch, max_tokens=20)
-    sealing.run(2)
-    last = sealing.ids[-1]
-    assert last not in sealing.by_commit[-1]
-    sealing.world.scheduler.cancel(last)
-    assert sealing.by_commit[-1][-1] == last

@@ -4,17 +4,13 @@ defects that turn these tests red."""
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from penstock.contract import FinishReason, KvSource, Match, Sampled
+from penstock.contract import KvSource, Match, Sampled
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.stages import State, begin
-from penstock.errors import InvariantBroken
-from tests.pure.engine.scheduling import scheduler_faults as faults
 from tests.pure.engine.scheduling.scheduler_cases import A, B, C, Make, planned, shape
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
@@ -29,26 +25,6 @@ def make() -> Make:
 
 
 # ------------------------------------------------------------------------------------------------- retraction
-
-
-def crowded(make: Make) -> World:
-    """Two requests of four blocks each in a pool of six, promised twice over: the second is pushed out at its
-    thirteenth token."""
-    world = World(num_slots=6, overcommit=2.0, make=make)
-    for prompt in (A, B):
-        world.submit(prompt[:4], 12, ignore_eos=True)
-    while world.plan() and not world.scheduler.counts.retractions:
-        if len(world.in_flight) > 1:
-            world.commit()
-    return world
-
-
-def test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on(make: Make) -> None:
-    world = crowded(make)
-    assert set(world.cache.tables) == {"r0"} and shape(world.in_flight[-1]) == [("r0", 12, 1)]
-    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 1}
-    world.close()
-    assert world.scheduler.counts.retractions == 1
 
 
 def pushed_out_inside_its_prompt(make: Make, **sampling: int) -> World:
@@ -73,53 +49,7 @@ def test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it(mak
     world.close()
 
 
-def test_a_request_that_scores_its_prompt_ends_even_if_it_is_pushed_out_behind_its_last_step() -> None:
-    world = World(num_slots=5, prefill_chunk=8, overcommit=4.0)
-    world.submit(A[:8], 8, ignore_eos=True)
-    scored = world.submit(B[:8], 0, prompt_logprobs=0)
-    while not world.scheduler.counts.retractions:
-        planned(world)
-    assert shape(world.in_flight[1]) == [("r0", 8, 1), (scored, 0, 8)], "its whole prompt is in flight"
-    world.close()
-    assert world.outcome(scored) == ([], FinishReason.LENGTH) and len(world.asked[scored].lives) == 1
-
-
 # ----------------------------------------------------------------------------------------------------- faults
-
-RED: list[tuple[Make, Callable[..., None]]] = [
-    (faults.RetractsTheOldest, test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on),
-    (faults.SealsForAnEarlierLife, test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it),
-]
-
-
-@pytest.mark.parametrize(
-    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
-)
-def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make], None]) -> None:
-    with pytest.raises((AssertionError, InvariantBroken)):
-        test(fault)
-
-
-def test_colder_tiers_are_asked_once_in_each_life() -> None:
-    """What another request has saved meanwhile may be what it needs to come back."""
-    world = World(num_slots=6, overcommit=2.0)
-    asked: Counter[str] = Counter()
-    lease = world.cache.lease
-
-    def counted(owner: str, *given: object) -> object:
-        asked[owner] += 1
-        return lease(owner, *given)  # type: ignore[arg-type]
-
-    ids = [world.submit(prompt[:4], 12, ignore_eos=True) for prompt in (A, B)]
-    world.cache.lease = counted  # type: ignore[method-assign,assignment]
-    while not world.scheduler.counts.retractions:
-        world.plan()
-        if len(world.in_flight) > 1:
-            world.commit()
-    assert [asked[i] for i in ids] == [1, 1]
-    world.cache.reset(["device"])  # it has as little there as when it was asked for
-    world.close()
-    assert [asked[i] for i in ids] == [1, 2]
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -170,51 +100,8 @@ def ask(world: World, prompt: list[int], max_tokens: int, priority: int = 0) -> 
     return world.submit(prompt, max_tokens, priority, ignore_eos=True)
 
 
-def num_retractions(world: World) -> Counter[str]:
-    return Counter(request_id for request_id, state in world.moves if state is State.RETRACTED)
-
-
 def states(world: World, *request_ids: str) -> list[str]:
     return [world.state_of(request_id) for request_id in request_ids]
-
-
-# Holds invariant 17: what was promised at admission can be drawn, however many outlive their promises.
-def test_as_many_run_as_fit_by_what_they_are_expected_to_write() -> None:
-    world = a_world(num_slots=8)
-    for at in range(4):
-        ask(world, A[at : at + 4], 24)
-    world.plan()
-    assert len(world.cache.tables) == 4, "their whole lives take seven blocks each"
-    world.close()
-
-
-def test_a_request_that_outlives_its_promise_gets_more_where_there_is_room() -> None:
-    world = a_world()
-    ask(world, A[:4], 40)
-    world.close()
-    assert world.scheduler.counts.retractions == 0
-
-
-def test_one_that_has_outlived_its_promise_leaves_and_one_within_its_own_stays() -> None:
-    """The younger one was promised all of its life. The older one needs a block more than there is: it makes
-    way itself."""
-    world = a_world(num_more=8, num_slots=10)
-    older = ask(world, A[:4], 24)
-    younger = ask(world, [*B, *C][:20], 8)
-    while not world.scheduler.counts.retractions:
-        assert world.step()
-    assert states(world, older, younger) == ["retracted", "running"]
-    world.close()
-    assert num_retractions(world) == {older: 1}
-
-
-def test_of_those_that_have_outlived_their_promises_the_youngest_leaves() -> None:
-    world = a_world(num_slots=8)
-    first, second, third = (ask(world, prompt[:4], 24) for prompt in (A, B, C))
-    while not world.scheduler.counts.retractions:
-        assert world.step()
-    assert states(world, first, second, third) == ["running", "running", "retracted"]
-    world.close()
 
 
 def test_a_lower_priority_leaves_first_though_it_came_first() -> None:
@@ -227,7 +114,7 @@ def test_a_lower_priority_leaves_first_though_it_came_first() -> None:
 
 
 @pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed: int, num_host: int) -> None:
     """All write to the end of the context, and the estimate is always wrong. So no request is retracted
     often, and all end."""
@@ -241,10 +128,10 @@ def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed
             world.step()
     written: dict[str, int] = {}
     while world.scheduler.has_work():
-        num_seen = len(world.moves)
+        num_seen = len(world.log.moves)
         world.step()
         world.check()
-        for request_id, state in world.moves[num_seen:]:
+        for request_id, state in world.log.moves[num_seen:]:
             if state is State.RETRACTED:
                 num_written = len(world.asked[request_id].got) + world.samples_in_flight(request_id)
                 assert num_written >= 2 * written.get(request_id, 0), f"{request_id} left too soon"
@@ -267,23 +154,3 @@ def test_one_that_was_pushed_out_is_not_starved_by_those_that_keep_coming(num_ho
         num_turns += 1
         assert num_turns < 400, "it is starved"
     world.close()
-
-
-@pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
-def test_what_is_computed_again_is_no_more_than_what_is_written(num_host: int) -> None:
-    """Of each request, prompts aside: since what it has written doubles between two retractions."""
-    world = a_world(num_slots=10, num_host=num_host)
-    for at in range(6):
-        ask(world, A[at : at + 4], 36)
-    world.close()
-    computed = Counter[str]()
-    for plan in world.plans:
-        for chunk in plan.chunks:
-            computed[chunk.request_id] += len(chunk.tokens)
-    retractions = num_retractions(world)
-    assert sum(retractions.values()) > 0
-    for request_id, num in computed.items():
-        assert num <= 2 * 36 + 4 * (1 + retractions[request_id]) + retractions[request_id] * BLOCK
-    if num_host > 10:
-        most = 6 * (36 + 4) + 2 * sum(retractions.values())
-        assert sum(computed.values()) <= most, "what was saved is not computed again"

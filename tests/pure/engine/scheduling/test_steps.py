@@ -12,8 +12,7 @@ import pytest
 
 from penstock.contract import Fence, FenceId, Request, SamplingParams, Start
 from penstock.engine.scheduling.stages import RunningRequest
-from penstock.engine.scheduling.steps import NextStep, Share, Steps
-from penstock.errors import InvariantBroken
+from penstock.engine.scheduling.steps import NextStep, Steps
 from tests.pure.engine.scheduling.staged import life_of, running_of
 
 
@@ -130,29 +129,6 @@ def steps_of(*planned: list[RunningRequest]) -> tuple[Steps, list[int]]:
     return steps, numbers
 
 
-def test_what_undone_requests_did_in_any_later_step_is_forgotten_and_others_stay() -> None:
-    gone, stays = running("gone", 9), running("stays", 9, row=1)
-    steps, numbers = steps_of([gone, stays], [gone, stays], [gone, stays], [gone])
-    assert [share.end for share in steps.shares_of(gone.life)] == [2, 4, 6, 8]
-    steps.take(numbers[0])
-    steps.forget([gone.life])
-    assert steps.shares_of(gone.life) == [] and [share.end for share in steps.shares_of(stays.life)] == [4, 6]
-    assert [steps.take(number).number for number in numbers[1:]] == numbers[1:], "their numbers stay"
-
-
-def test_a_fence_belongs_to_the_step_added_last() -> None:
-    track = running("r", 9)
-    steps, numbers = steps_of([track])
-    first, second = object(), object()
-    steps.launched(first)  # type: ignore[arg-type]
-    draft = NextStep()
-    draft.add(track, 2)
-    numbers.append(steps.add(draft.prefills, {"r": track}))
-    assert steps.last_fence is first
-    steps.launched(second)  # type: ignore[arg-type]
-    assert [steps.take(number).fence for number in numbers] == [first, second] and steps.last_fence is second
-
-
 class Given:
     """A table that says with which fences it was given back."""
 
@@ -174,19 +150,3 @@ def test_tables_are_given_back_behind_the_whole_step_that_was_launched_last() ->
     steps.launched(whole)  # type: ignore[arg-type]
     steps.release(after)  # type: ignore[arg-type]
     assert late.fences == after.fences == [whole] and steps.last_fence is whole
-
-
-def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
-    track = running("r", 9)
-    steps, (number,) = steps_of([track])
-    later = running_of(track.life)  # it was retracted and runs again
-    assert steps.take(number).shares == {track.life: Share(track, 0, 2, 0)}
-    assert later.is_current and not track.is_current
-
-
-def test_results_come_in_the_order_of_their_steps() -> None:
-    steps, numbers = steps_of([running("r", 9)], [running("s", 9)])
-    with pytest.raises(
-        InvariantBroken, match=f"result of step {numbers[1]} arrived, but step {numbers[0]} was due"
-    ):
-        steps.take(numbers[1])
