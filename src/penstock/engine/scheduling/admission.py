@@ -105,7 +105,7 @@ class Admission:
         if waiting.life.placement.reads_first(waiting, match):
             passed.add(waiting)
             return True
-        if not self._running.has_room(waiting, match):
+        if not self._running.has_room(waiting, match, len(self.line) - 1):
             return False
         self._start(waiting, match, start)
         return True
@@ -149,7 +149,7 @@ class Admission:
         starts. Done in one plan of several."""
         self._num_looks += 1
         if self._num_looks % _LOOK_FOR_ROOM == 0:
-            self._running.has_room(waiting, match)
+            self._running.has_room(waiting, match, len(self.line) - 1)
 
     def _rank(self, waiting: WaitingRequest, match: Match) -> bool:
         """Rank it by what is cached, and want these blocks. Returns True if its place has changed."""

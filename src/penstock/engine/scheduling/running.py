@@ -24,6 +24,7 @@ _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
 _NEXT_RANK = -1e12  # below every rank that arrival and priority can give
 _SAVED_TOGETHER = 256  # blocks saved in one transfer, for the link's bandwidth
+_SAVED_FOR_LINE = 512  # blocks saved at most for requests that are not next in line yet
 
 
 class Running:
@@ -89,16 +90,18 @@ class Running:
         needed = self._promises.num + self._needs(waiting.life, match)
         return needed <= self._ledger.num_free and self.fits(waiting, match)
 
-    def has_room(self, waiting: WaitingRequest, match: Match) -> bool:
+    def has_room(self, waiting: WaitingRequest, match: Match, num_behind: int) -> bool:
         """True if it can enter without evicting a block's only copy. If False, room is being made; the
         promises to other requests stay drawable meanwhile. It is next, so its own blocks on the device are
-        not evicted for it."""
+        not evicted for it. `num_behind`: requests after it in line. Room is made for some of them, too: one
+        transfer for each request would admit one request a step, over a link that mostly rests."""
         prefix = waiting.life.prefix
         if prefix is not None and waiting.want is not None:
             self._next_rank -= 1.0
             waiting.want = self._ledger.want(prefix.keys, self._next_rank, waiting.want)
-        floor = self._promises.num + match.num_idle
-        return self._ledger.make_room(self._promises.num + self._needs(waiting.life, match), floor)
+        needs, floor = self._needs(waiting.life, match), self._promises.num + match.num_idle
+        num_more = min(needs * num_behind, _SAVED_FOR_LINE)
+        return self._ledger.make_room(self._promises.num + needs, floor, num_more)
 
     def _needs(self, life: Life, match: Match) -> int:
         """Blocks to promise to it: its likely need on the device at one time, less the blocks already

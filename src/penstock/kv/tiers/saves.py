@@ -162,8 +162,13 @@ class Saves:
         self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None, due: bool = False
     ) -> None:
         """Blocks `first..` of `hold` were sealed with `keys`. `fence` lies behind the step that wrote them.
-        `submit` sends them. `due`: the request resumes when they have landed."""
-        if self._host.num_slots:
+        `submit` sends them. `due`: the request resumes when they have landed. Others stay on the device only
+        while host memory is full, if they may: no transfer is made to find that out."""
+        if not self._host.num_slots:
+            return
+        if not due and self._postpones and not self._host.pool.num_free:
+            self._host.counts.postponed += sum(self._host.absent(keys))
+        else:
             end = first + len(keys)
             pin = self._pool.pin(hold.first(end)[first:], hold.owner)
             offer = Offer(pin, keys, range(first, end), () if fence is None else (fence,))
@@ -188,11 +193,16 @@ class Saves:
                 Displaces.ANYTHING
                 if self._writeback.cold
                 else Displaces.NOTHING
-                if self.limits.postpones
+                if self._postpones
                 else Displaces.UNWANTED
             )
             self._send(Save(self._host, offers, self.layout.num_layers, displaces))
         return self.mover.flying[-1] if self.mover.flying else None
+
+    @property
+    def _postpones(self) -> bool:
+        """Device and host memory are one capacity: a block need not be in both."""
+        return self.limits.postpones and not self._writeback.cold
 
     def _send(self, save: Save) -> None:
         """If this raises, its device slots have been given back."""
@@ -276,7 +286,7 @@ class Saves:
         alone = alone[: max(0, pool.num_available - floor)]
         if not alone:
             return True
-        if self.limits.postpones and not self._writeback.cold:  # device and host memory are one capacity
+        if self._postpones:
             give_way(len(alone) - self._host.pool.num_free)
         self._save_slots(alone, "room on the device", moves=True)
         return False
