@@ -342,7 +342,7 @@ class EngineConfig(Settings):
     prefill_chunk_ms: float | None = setting(
         None,
         "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: "
-        "150 on CUDA, 0 on the CPU)",
+        "on CUDA 1200 / the requests that decode, from 12 to 150; 0 on the CPU)",
         rule="between 0 and 60000",
     )
     overcommit: float = setting(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.scheduling.drafts import Decoding
+from penstock.engine.scheduling.drafts import Decoding, Drafter
 from penstock.engine.scheduling.stages import Life, RunningRequest
 from penstock.speculation.length import DraftRecord, Row, StepCosts, choose
 from penstock.speculation.ngram import NgramProposer, SharedTexts
@@ -32,7 +32,7 @@ _REST_STEPS, _MOST_REST_STEPS = 256, 8192  # steps before it is tried again; dou
 _MOST_WAIT = 8  # tokens between two lookups of a request whose proposals fail
 
 
-class Speculation:
+class Speculation(Drafter):
     """What both drafters know: limits, and the costs of steps."""
 
     def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts) -> None:
@@ -46,9 +46,7 @@ class Speculation:
 
 
 class DeviceDrafter(Speculation):
-    """Implements `Drafter` for drafts that the device makes after each step."""
-
-    needs_results = False
+    """Drafts that the device makes after each step."""
 
     def __init__(
         self, max_drafts: int, max_step_drafts: int, costs: StepCosts, has_failed: Callable[[], bool]
@@ -149,10 +147,9 @@ class _LookedUp:
 
 
 class NgramDrafter(Speculation):
-    """Implements `Drafter` for prompt lookup, on the host."""
+    """Prompt lookup, on the host."""
 
     needs_results = True
-    num_ahead = 0
 
     def __init__(self, max_drafts: int, max_step_drafts: int, costs: StepCosts) -> None:
         super().__init__(max_drafts, max_step_drafts, costs)

@@ -155,7 +155,7 @@ def test_device_and_host_have_to_hold_what_returns(tiered_engine, tiered_config,
     assert results.rows == [] and "on the device, which holds 64" in results.skipped[0]
     assert " GiB and 2 requests beside them: they need " in results.skipped[0]
     for blocks, num_rows in ((10, 0), (11, 1)):  # one of them to write
-        host_gib = blocks * tiered_engine.arena.layout.block_bytes / GIB
+        host_gib = blocks * tiered_engine.parts.arena.layout.block_bytes / GIB
         tight = replace(config, offload=OffloadConfig(host_gib=host_gib, load_always=True))
         engine = build(tight)
         results = restore(engine, tight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import needles
+from penstock.contract import Submission
 from penstock.engine.engine import Engine
 from retrieval import haystack
 
@@ -43,8 +45,9 @@ def test_a_needle_that_the_engine_loses_is_missing_in_the_count(
     lost = haystack(1024, 4).needles[1]
     token = model.needle(lost.key, lost.value)
 
-    def submit_without(engine: Engine, prompt: list[int], *rest: Any) -> str:
-        return submit(engine, [model.filler(0) if one == token else one for one in prompt], *rest)
+    def submit_without(engine: Engine, asked: Submission, listener: Any) -> str:
+        prompt = [model.filler(0) if one == token else one for one in asked.prompt]
+        return submit(engine, dataclasses.replace(asked, prompt=prompt), listener)
 
     monkeypatch.setattr(Engine, "submit", submit_without)
     file = tmp_path / "needles.json"

@@ -27,8 +27,9 @@ def config_of(model: str, weights: WeightsName, deterministic: bool = True, host
     )
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize(
+    ("model", "weights"), [("tiny-llama", "float32"), ("tiny-qwen3", "bfloat16"), ("tiny-qwen3", "int8")]
+)
 def test_answers_are_the_same_bits_wherever_kv_comes_from(
     tmp_path: Path, model: str, weights: WeightsName
 ) -> None:

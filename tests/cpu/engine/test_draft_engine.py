@@ -106,7 +106,7 @@ def test_a_draft_model_changes_no_answer(options: dict[str, Any], make: Any, pro
         assert_same(generate(engine, prompts(length, seed=n), max_tokens=40, **options), right)
         engine.check()
     counts = engine.parts.scheduler.counts
-    assert counts.drafted_tokens > 100 and sum(counts.accepted_by_place) < counts.drafted_tokens
+    assert sum(counts.drafted_by_place) > 100 and sum(counts.accepted_by_place) < sum(counts.drafted_by_place)
 
 
 FORMS = (
@@ -157,7 +157,7 @@ def test_crowds_with_grammars_stops_and_cancels_among_them_get_what_each_gets_al
             assert found.tokens == right.tokens[: len(found.tokens)]
         else:
             assert_same(found, right)
-    assert engine.parts.scheduler.counts.drafted_tokens > 50
+    assert sum(engine.parts.scheduler.counts.drafted_by_place) > 50
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -454,13 +454,13 @@ def test_a_pass_that_fails_costs_nobody_an_answer(
     engine.check()
 
 
-def test_other_tokens_are_refused_by_name() -> None:
+def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"draft: the draft model has other tokens than the target: 512 is b'<512>', not b''.*"
-        r"and 48637 more",
+        r"and 125 more",
     ):
-        build(drafting(tiny_config(), "smollm2-135m"))
+        build(drafting(tiny_config(), write_shape(tmp_path / "other", vocab_size=640)))
     with pytest.raises(ConfigError, match="draft needs a model: draft:PATH"):
         SpeculationConfig("draft")
 
@@ -539,4 +539,4 @@ def test_kv_of_any_width_finds_room(
             generate(engine, [*prompts(length), *right.tokens], max_tokens=20),
             generate(plain, [*prompts(length), *right.tokens], max_tokens=20),
         )
-    assert engine.parts.scheduler.counts.drafted_tokens > 100
+    assert sum(engine.parts.scheduler.counts.drafted_by_place) > 100

@@ -196,23 +196,6 @@ def test_closing_is_bounded_though_a_store_hangs(prompts: Prompts, shared: Memor
     engine.close(20.0)  # and what hung has let go
 
 
-def test_closing_is_bounded_though_a_save_hangs_and_requests_are_told(prompts: Prompts) -> None:
-    engine = build(host_blocks=64)
-    _, save = gates(engine)
-    save.hold()
-    generate(engine, prompts(40))
-    running = submit(engine, prompts(40, seed=1), max_tokens=1000)
-    until(engine, lambda: len(running.tokens) > 2)
-    with pytest.raises(DeadlineExceeded):
-        engine.close(0.2)
-    assert (
-        running.finish is FinishReason.CANCELLED
-        and sum(event.finish is not None for event in running.events) == 1
-    )
-    save.let()
-    engine.close(20.0)
-
-
 # ---------------------------------------------------------------- a submit that is refused at the last moment
 
 

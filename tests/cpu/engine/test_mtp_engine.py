@@ -102,7 +102,7 @@ def test_a_head_changes_no_answer(options: dict[str, Any], pair: Any, prompts: P
         right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
         assert_same(generate(engine, prompts(length, seed=n), max_tokens=40, **options), right)
         engine.check()
-    assert engine.parts.scheduler.counts.drafted_tokens > 100
+    assert sum(engine.parts.scheduler.counts.drafted_by_place) > 100
 
 
 def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[int, list[int]]:
@@ -166,7 +166,7 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
     forced(engine)
     verified = recorded_drafts(engine, prompts(40))
     assert len(verified) > 10 and all(right[at] == drafts for at, drafts in verified.items())
-    assert engine.parts.scheduler.counts.drafted_tokens > 20
+    assert sum(engine.parts.scheduler.counts.drafted_by_place) > 20
 
 
 # ----------------------------------------------------------------------------------- while nothing is drafted

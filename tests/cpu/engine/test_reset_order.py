@@ -8,9 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from penstock.contract import FinishReason, KvSource, SamplingParams, Submission
+from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import StoreFailed
@@ -156,48 +154,3 @@ def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(
     load.let()
     run_all(engine)
     assert found.tokens == cold.tokens and found.source == KvSource(host=96, computed=4)
-
-
-def test_a_reset_that_was_asked_for_before_the_engine_closes_is_done(
-    make_engine: MakeEngine,
-    prompts: Prompts,
-    shared: MemoryStore,  # noqa: F811
-) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://")
-    generate(engine, prompts(SIX))
-    settle_all(engine)
-    reset = asked(lambda: engine.kv.reset(("remote",)))
-    soon(lambda: len(engine._inbox) == 1)
-    engine.close(20.0)
-    assert reset.result(30.0) == {"remote": 6} and not shared.blocks
-
-
-# ---------------------------------------------------------------------------------------------------- submits
-
-
-def between(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """`act` happens in the middle of the next submit: its adapter is held, and the engine has not got it."""
-    lease = engine.cache.lease
-
-    def interrupted(*args: Any) -> Any:
-        monkeypatch.setattr(engine.cache, "lease", lease)
-        act()
-        return lease(*args)
-
-    monkeypatch.setattr(engine.cache, "lease", interrupted)
-
-
-def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_the_request(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(host_blocks=64)
-    between(engine, monkeypatch, lambda: engine.cancel("mine"))
-    events: list[Any] = []
-    engine.submit(
-        Submission(prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), id="mine"), events.append
-    )
-    turn(engine, 4)
-    assert events and all(event.finish is None for event in events)
-    engine.cancel("mine")
-    run_all(engine)
-    assert [event.finish for event in events if event.finish] == [FinishReason.CANCELLED]

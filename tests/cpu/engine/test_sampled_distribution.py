@@ -29,7 +29,10 @@ DRAFT = TARGET + torch.randn((VOCAB, VOCAB), generator=_GENERATOR) * 0.7  # near
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
+    "a high temperature": {"temperature": 2.5},
+    "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.2},
     "penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.02, "presence_penalty": 0.5},
     "all": {
         "temperature": 1.3,

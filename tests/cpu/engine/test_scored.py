@@ -31,7 +31,7 @@ from tests.support.driving import Collected, assert_same, generate, pass_of, run
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "65536").split(",")]
+LENGTHS = [int(length) for length in os.environ.get("PENSTOCK_NEEDLES", "16384").split(",")]
 LONG = 1536
 RESIDENT = 512
 MODEL = Retrieval(tries=32)  # so many questions for a needle: scores are taken twice meanwhile

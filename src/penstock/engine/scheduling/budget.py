@@ -8,6 +8,7 @@ from typing import Protocol
 
 from penstock.engine.scheduling.residency import Division
 
+LEAST_CHUNK_S = 0.012  # with shorter chunks, a step's own time would be most of it
 SHAPE_TOKENS = 512  # chunks are padded to a multiple of it where a GPU's fused attention runs
 
 
@@ -30,6 +31,9 @@ class Budget:
     resident_blocks: int = 0  # blocks that a deep request has on the device at most
     # how scored requests divide them; None: no scored requests
     division: Division | None = None
+    # As `chunk_s`, times the requests that decode in the step: few of them wait for long chunks, which
+    # compute fastest, and many for short ones. 0: no such limit
+    delay_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -56,14 +60,18 @@ class Room:
     one whose prompt ends in it. Until then a longer step delays no request.
     """
 
-    def __init__(self, budget: Budget, block_tokens: int, times: PrefillTimes | None, decodes: bool) -> None:
-        """`decodes`: some request decodes in this step. `times` None: only tokens are limited."""
+    def __init__(
+        self, budget: Budget, block_tokens: int, times: PrefillTimes | None, num_decoding: int
+    ) -> None:
+        """`num_decoding`: requests that decode in this step. `times` None: only tokens are limited."""
         self.tokens = budget.prefill_chunk  # 0: the step is full
         self._left_s = budget.chunk_s
+        if num_decoding and budget.delay_s:
+            self._left_s = min(budget.chunk_s, max(LEAST_CHUNK_S, budget.delay_s / num_decoding))
         self._min_chunk = budget.min_chunk
         self._block_tokens = block_tokens
         self._times = times if budget.chunk_s > 0.0 else None
-        self._gives_tokens = decodes
+        self._gives_tokens = num_decoding > 0
         self._unused = True
 
     def size(self, start: int, num_left: int) -> int:

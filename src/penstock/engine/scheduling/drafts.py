@@ -1,10 +1,9 @@
-"""Drafts in the scheduler: its interface to a proposer, implemented in `penstock.speculation`, and how many
-drafts fit into a request's blocks."""
+"""Drafts in the scheduler: what it asks a proposer, and how many drafts fit into a request's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.contract import KvLedger
 from penstock.engine.scheduling.budget import Budget, blocks_for
@@ -20,17 +19,19 @@ class Decoding(NamedTuple):
     num_pending: int = 0  # its drafts already on the device
 
 
-class Drafter(Protocol):
-    """Called by the engine thread."""
+class Drafter:
+    """Proposes nothing; `penstock.speculation` overrides it. Called by the engine thread."""
 
     @property
     def needs_results(self) -> bool:
         """True if it cannot propose for a request whose drafts are still being verified: the engine reads
         that step first."""
+        return False
 
     @property
     def num_ahead(self) -> int:
         """Drafts per request that the device makes after the next step."""
+        return 0
 
     def started(self, life: Life) -> None:
         """The request joins the steps. If drafting is on, it is drafted from now on."""
@@ -38,43 +39,21 @@ class Drafter(Protocol):
     def considers(self, num_requests: int) -> bool:
         """True if a step of so many requests may have drafts. Called once for every step in which a request
         decodes."""
+        return False
 
     def wants(self, running: RunningRequest) -> bool:
         """True if the request may have drafts in the next step."""
+        return False
 
     def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
         """Drafts for each of `requests`, in a step of `num_requests` in all."""
+        return [()] * len(requests)
 
     def saw(self, life: Life, num_drafts: int, num_kept: int) -> None:
         """The target accepted the first `num_kept` of a request's `num_drafts` drafts."""
 
     def ended(self, life: Life) -> None:
         """The request is over."""
-
-
-class NoDrafts:
-    """Implements `Drafter` without speculation."""
-
-    needs_results = False
-    num_ahead = 0
-
-    def started(self, life: Life) -> None:
-        pass
-
-    def considers(self, num_requests: int) -> bool:
-        return False
-
-    def wants(self, running: RunningRequest) -> bool:
-        return False
-
-    def propose(self, requests: Sequence[Decoding], num_requests: int) -> Sequence[tuple[int, ...]]:
-        return [()] * len(requests)
-
-    def saw(self, life: Life, num_drafts: int, num_kept: int) -> None:
-        pass
-
-    def ended(self, life: Life) -> None:
-        pass
 
 
 class Drafting:

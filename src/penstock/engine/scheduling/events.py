@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from penstock.contract import FinishReason, KvSource, PromptLogprobs, Sampled, StepFailure, TokenEvent
+from penstock.contract import FinishReason, KvSource, Sampled, StepFailure, TokenEvent
 from penstock.engine.scheduling.stages import Life
 from penstock.figures import RECALL_BOUNDS, Histogram
 
@@ -22,7 +22,6 @@ class SchedulerCounts:
     parts_fetched: int = 0  # of scored requests' contexts, from host memory to the device
     scorings: int = 0
     recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
-    drafted_tokens: int = 0
     # accepted drafts by position: first, second, ...
     accepted_by_place: list[int] = field(default_factory=list)
     drafted_by_place: list[int] = field(default_factory=list)
@@ -39,7 +38,6 @@ class SchedulerCounts:
 
     def add_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A step verified `num_drafts` drafts of one request."""
-        self.drafted_tokens += num_drafts
         self.see_place(num_drafts)
         for counts, num in ((self.drafted_by_place, num_drafts), (self.accepted_by_place, num_accepted)):
             for place in range(num):
@@ -71,12 +69,9 @@ class Events:
                 finish = FinishReason.LENGTH
                 break
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
-        prompt_logprobs, source = (None, None) if life.started else self._first_news(life)
-        event = TokenEvent(
-            life.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source
-        )
-        if source is not None and life.placement.is_partial:
-            event = event._replace(scored=True)
+        event = TokenEvent(life.request.id, tuple(kept), logprobs, None, finish, stop_token)
+        if not life.started:
+            event = self._first(life, event)
         if not num_drafts:
             return event
         # Tokens after the one that ends it are dropped. The last sampled token was no draft.
@@ -87,20 +82,14 @@ class Events:
     def of_end(self, life: Life, finish: FinishReason) -> TokenEvent:
         """It ends without a token: max_tokens is 0, it was cancelled, its grammar is complete, or a step
         failed."""
-        prompt_logprobs, source = (
-            (None, None) if life.started or finish is not FinishReason.LENGTH else self._first_news(life)
-        )
-        scored = source is not None and life.placement.is_partial
-        return TokenEvent(
-            life.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source, scored=scored
-        )
+        event = TokenEvent(life.request.id, finish=finish)
+        return event if life.started or finish is not FinishReason.LENGTH else self._first(life, event)
 
     def of_failure(self, life: Life, error: StepFailure) -> TokenEvent:
         return self.of_end(life, FinishReason.ERROR)._replace(error=str(error))
 
-    def _first_news(self, life: Life) -> tuple[PromptLogprobs | None, KvSource]:
-        """The parts of a request's first event besides tokens: logprobs of its prompt, and the tiers that its
-        prompt's KV came from."""
+    def _first(self, life: Life, event: TokenEvent) -> TokenEvent:
+        """Its first event: with the logprobs of its prompt, and the tiers that the prompt's KV came from."""
         life.started = True
         tokens: Counter[str] = Counter()
         for tier, num in life.sources.found:
@@ -108,4 +97,6 @@ class Events:
         source = KvSource(**tokens, computed=life.num_prompt - tokens.total())
         for tier, num_tokens in asdict(source).items():
             self._counts.prompt_tokens[tier] += num_tokens
-        return life.prompt_logprobs, source
+        return event._replace(
+            prompt_logprobs=life.prompt_logprobs, source=source, scored=life.placement.is_partial
+        )

@@ -293,8 +293,8 @@ class Scorings:
         self.is_running, self.due = num_parts > 0, position + self.tau
         return num_parts
 
-    def is_recall_due(self) -> bool:
-        """Counts a scoring; one in some reads the whole context."""
+    def note_taken(self) -> bool:
+        """A step scores. True: it may read the whole context, to measure recall."""
         self.num_taken += 1
         return self.num_taken % RECALL_EVERY == FIRST_RECALL
 
@@ -377,7 +377,7 @@ class ResidentSet:
             return Placed(own, self._left_out(table), 0, scoring)
         if (
             (scoring is not None and scoring.num_parts)
-            and self.scorings.is_recall_due()
+            and self.scorings.note_taken()
             and may_read
             and num_left_out
         ):

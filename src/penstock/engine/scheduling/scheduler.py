@@ -26,7 +26,7 @@ from penstock.contract import (
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Promises, Room, blocks_for
 from penstock.engine.scheduling.deep import DeepContexts
-from penstock.engine.scheduling.drafts import Drafter, Drafting, NoDrafts
+from penstock.engine.scheduling.drafts import Drafter, Drafting
 from penstock.engine.scheduling.events import Events, SchedulerCounts
 from penstock.engine.scheduling.lengths import Lengths
 from penstock.engine.scheduling.residency import FIRST_TAU
@@ -71,6 +71,9 @@ class Estimates(NamedTuple):
     tau: Callable[[], int] = lambda: FIRST_TAU  # steps between two scorings, by their cost
 
 
+_NO_ESTIMATES = Estimates()
+
+
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, all in one step."""
 
@@ -80,7 +83,7 @@ class Scheduler:
         budget: Budget,
         stop_ids: Iterable[int],
         drafter: Drafter | None = None,
-        estimates: Estimates = Estimates(),  # noqa: B008 - immutable
+        estimates: Estimates = _NO_ESTIMATES,
     ) -> None:
         """`drafter` None: no speculation."""
         self.lengths = estimates.lengths or Lengths()
@@ -94,7 +97,7 @@ class Scheduler:
         self.deep = DeepContexts(ledger, budget, promises, estimates.tau, self.counts)
         self.running = Running(ledger, budget, self.lengths, promises)
         self.admission = Admission(ledger, budget, self.running, estimates.times)
-        self._drafts = Drafting(drafter or NoDrafts(), ledger, budget, self.running)
+        self._drafts = Drafting(drafter or Drafter(), ledger, budget, self.running)
         self._next = NextStep()
         self._steps = Steps()
         self._sealing = Sealing(self._steps, ledger.block_tokens)
@@ -161,9 +164,9 @@ class Scheduler:
         self._take_in_loads()
         self.running.keep_free()
         requests = self.running.in_turn(shortest_first=self._steps.num_planned % 2 == 0)
-        decodes = any(left == 1 and one.life.state is State.RUNNING for one, left in requests)
-        room = self._room(decodes)
-        drafts = self._drafts.propose([one for one, _ in requests]) if decodes else {}
+        num_decoding = sum(left == 1 and one.life.state is State.RUNNING for one, left in requests)
+        room = self._room(num_decoding)
+        drafts = self._drafts.propose([one for one, _ in requests]) if num_decoding else {}
         self._next.num_ahead = self._drafts.drafter.num_ahead
         for running, num_left in requests:
             if num_left and running.life.state is State.RUNNING:

@@ -28,9 +28,11 @@ def room(
     tokens: int = 64,
     min_chunk: int = 4,
     block: int = 4,
-    decodes: bool = True,
+    num_decoding: int = 1,
+    delay_s: float = 0.0,
 ) -> Room:
-    return Room(Budget(8, tokens, chunk_s=chunk_s, min_chunk=min_chunk), block, times or Ticks(), decodes)
+    budget = Budget(8, tokens, chunk_s=chunk_s, min_chunk=min_chunk, delay_s=delay_s)
+    return Room(budget, block, times or Ticks(), num_decoding)
 
 
 # -------------------------------------------------------------------------------------------------- one chunk
@@ -40,6 +42,12 @@ def test_a_chunk_that_time_cuts_short_ends_with_a_block() -> None:
     assert room(18.9).size(0, 100) == 16
     assert room(18.9).size(2, 100) == 18, "from the middle of a block on, too"
     assert room(18.9).size(0, 18) == 18, "what is left fits"
+
+
+def test_the_more_requests_decode_the_shorter_a_chunk_makes_them_wait() -> None:
+    sizes = [room(16.0, delay_s=32.0, num_decoding=num).size(0, 100) for num in (0, 1, 2, 4, 8)]
+    assert sizes == [64, 16, 16, 8, 4], "up to the limit for one; nothing waits if none decodes"
+    assert room(16.0, delay_s=1e-9, num_decoding=9, min_chunk=8).size(0, 100) == 8, "prompts get on"
 
 
 def test_the_first_prompt_of_a_step_always_gets_on() -> None:
@@ -84,7 +92,7 @@ def test_every_step_keeps_the_target_or_the_least_chunk_and_every_prompt_gets_on
     (tokens, min_chunk), times = limits, Ticks(*line)
     left = [[start, start + num] for start, num in prompts]
     for _ in range(sum(num for _, num in prompts)):
-        one = room(target, times=times, tokens=tokens, min_chunk=min_chunk, block=block, decodes=decodes)
+        one = room(target, times=times, tokens=tokens, min_chunk=min_chunk, block=block, num_decoding=decodes)
         spent_s, ended, num_tokens, num_chunks = 0.0, decodes, 0, 0
         for at in left:
             start, end = at

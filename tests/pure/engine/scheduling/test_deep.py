@@ -9,8 +9,6 @@ import pytest
 
 from penstock.contract import KvSource
 from penstock.engine.scheduling.deep import Deep
-from penstock.engine.scheduling.stages import Life, State
-from penstock.errors import TransferFailed
 from penstock.kv.tiers import reads as reads_module
 from tests.pure.engine.scheduling.scheduler_cases import source_of, tiers_of
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
@@ -78,54 +76,6 @@ def test_one_that_fits_on_the_device_to_its_last_block_is_not_deep() -> None:
     fits, deep = (world.submit(LONG[:num], 1) for num in (most, most + 1))
     assert [isinstance(world.scheduler.lives[one].placement, Deep) for one in (fits, deep)] == [False, True]
     world.finish()
-    world.close()
-
-
-def lending() -> tuple[World, str, str, Life]:
-    """A deep request that has paged out what another one has on the device, that other one, one besides, and
-    the deep one."""
-    world = World(num_slots=18, prefill_chunk=8, cold=Cold(60), num_resident=8)
-    other = world.submit(LONG[:20], 11, ignore_eos=True)
-    while world.state_of(other) != "running" or len(world.asked[other].got) < 1:
-        world.plan()
-        world.commit()
-    deep = world.submit(LONG, 2, ignore_eos=True)
-    filler = world.submit([6] * 4, 25, ignore_eos=True)  # and there is no room besides
-    world.plan()  # before anything is copied to host memory: it begins with what the device has
-    life = world.scheduler.lives[deep]
-    assert life.running is not None and life.running.num_resident == 20
-    for _ in range(20):
-        world.step()
-        if world.num_lent(deep):
-            break
-    return world, other, filler, life
-
-
-def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() -> None:
-    world, other, filler, life = lending()
-    lent = world.num_lent(life.request.id)
-    world.step()
-    assert world.num_lent(life.request.id) >= lent > 0 and world.state_of(other) == "running", (
-        "what could be drawn is promised to others"
-    )
-    world.cancel(other)
-    world.step()
-    assert world.num_lent(life.request.id) == 0
-    world.cancel(filler)
-    world.close()
-
-
-def test_one_that_has_to_leave_has_lent_nothing_any_more() -> None:
-    world, other, filler, life = lending()
-    while not any(chunk.request_id == life.request.id for plan in world.in_flight for chunk in plan.chunks):
-        world.plan()
-    assert world.num_lent(life.request.id) > 0
-    while life.state is State.RUNNING:
-        world.commit(TransferFailed("a piece did not arrive"))
-    assert life.state is State.RETRACTED and world.num_lent(life.request.id) == 0
-    world.scheduler.check()
-    world.cancel(other)
-    world.cancel(filler)
     world.close()
 
 
