@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from penstock.contract import Chunk
-from penstock.engine.execution.attention.triton import TUNING, RotateTile, Tile, TritonAttention, Tuning
+from penstock.engine.execution.attention.triton import (
+    TUNING,
+    Choices,
+    RotateTile,
+    Tile,
+    TritonAttention,
+    Tuning,
+)
 from penstock.engine.execution.batch import Packer, StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.layers import rope_table
@@ -120,7 +127,7 @@ class Rig:
         self.lines: list[Line] = []
 
     def attention(self, tuning: Tuning | None = None, **how: Any) -> TritonAttention:
-        return TritonAttention(self.arena, CONFIG, self.rope, tuning=tuning, **how)
+        return TritonAttention(self.arena, CONFIG, self.rope, choices=Choices(tuning=tuning, **how))
 
     def inputs(self, spans: Sequence[Span]) -> StepInputs:
         """Chunks over scattered slots, no two of which share one."""

@@ -17,14 +17,12 @@ from penstock.models import registry
 from penstock.models.adapters import blank_weights, read_adapter
 from penstock.models.architecture import Architecture
 from penstock.models.decoder import Decoder, DecoderLayer
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import load_model
 from penstock.models.lora import LoraRuns, LoraWeight
 from penstock.models.model import ModelConfig
-from penstock.models.progress import silent
 from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, write_tiny_model
 from tests.support.adapters import adapter_tensors, write_adapter
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import logits_of
+from tests.support.loading import load_on_cpu
 from tests.support.tiny_gguf import write_tiny_gguf
 
 TRANSFORMERS = importlib.import_module("transformers")
@@ -60,13 +58,11 @@ def added(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def load(path: Path, load_format: str = "auto") -> Decoder:
-    return load_model(
-        ModelSource(str(path), load_format), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
-    ).model
+    return load_on_cpu(ModelSource(str(path), load_format)).model
 
 
 def our_logits(model: Decoder) -> torch.Tensor:
-    return forward(model, ContiguousKv(model.config, model.rope), IDS)
+    return logits_of(model, IDS)
 
 
 def test_it_computes_the_same_as_in_transformers_from_safetensors_and_from_gguf(tmp_path: Path) -> None:

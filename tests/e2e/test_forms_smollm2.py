@@ -17,10 +17,10 @@ from penstock.config import Config, ModelSource, WeightsName
 from penstock.models import form_choice
 from penstock.models.form_choice import fastest_forms
 from penstock.models.forms import Matrix
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import LoadedModel, inspect_model, load_model
+from penstock.models.loader import LoadedModel, inspect_model
 from penstock.models.progress import silent
 from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.loading import load_on_cpu
 
 TEXT = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()[:6000]
 TOKENS = 384
@@ -35,9 +35,7 @@ BOUNDS: dict[WeightsName, tuple[float, float, float]] = {
 
 @functools.cache
 def loaded(weights: WeightsName) -> LoadedModel:
-    return load_model(
-        ModelSource(weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
-    )
+    return load_on_cpu(ModelSource(weights=weights))
 
 
 @functools.cache
@@ -87,9 +85,7 @@ def test_few_and_many_rows_compute_the_same_function(weights: WeightsName) -> No
 
 def test_the_file_is_read_straight_into_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    model = load_model(
-        ModelSource(weights="int8"), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
-    ).model
+    model = load_on_cpu(ModelSource(weights="int8")).model
     assert list(tmp_path.iterdir()) == []
     held = [
         tensor
@@ -113,8 +109,7 @@ def test_the_first_start_measures_and_the_next_reads_what_was_found(
 
     def start() -> LoadedModel:
         stages.clear()
-        heard = lambda stage, done, total: stages.append(stage)  # noqa: E731
-        return load_model(ModelSource(), torch.device("cpu"), torch.float32, TorchLayerOps(), heard)
+        return load_on_cpu(ModelSource(), progress=lambda stage, done, total: stages.append(stage))
 
     first = start()
     assert any("measuring" in stage for stage in stages)

@@ -49,10 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama with wide heads": ("Llama", {"head_dim": 24, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
-    "mistral, a window of one chunk": ("Mistral", {"sliding_window": 48}),
-    "nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {}),
-    "tied qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen2 with windows": ("Qwen2", {**SWITCHED, "sliding_window": 21}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 with biases and windows": (
@@ -203,19 +200,6 @@ def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_pa
     reference = their_model(name, rope, **fields)
     with served(save(reference, tmp_path)) as engine:
         assert_parity(engine, reference)
-
-
-@pytest.mark.parametrize("scheme", [scheme for scheme in ROPES if "," not in scheme])
-def test_each_scheme_matters_at_this_length(scheme: str) -> None:
-    """Without it the comparison above would be red: what is compared is not plain positions."""
-    name, rope, fields = ROPES[scheme]
-    stretched = their_model(name, rope, **fields)
-    plain = their_model(name, {key: rope[key] for key in rope if key == "partial_rotary_factor"}, **fields)
-    tokens = IDS[:TOTAL]
-    assert (
-        float((their_logprobs(stretched, tokens) - their_logprobs(plain, tokens)).abs().max())
-        > 100 * TOLERANCE
-    )
 
 
 ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini")

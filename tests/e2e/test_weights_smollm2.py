@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.config import ModelSource
 from penstock.errors import ModelError
 from penstock.models.embedded import embedded_file
-from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import SMOLLM2_135M
-from penstock.models.loader import LoadedModel, load_model
+from penstock.models.loader import LoadedModel
 from penstock.models.progress import silent
 from penstock.models.registry import layout
+from tests.support.loading import load_on_cpu
 
 WEIGHT_BYTES = 4 * sum(weight.numel for weight in layout(SMOLLM2_135M))
 
@@ -24,7 +23,7 @@ WEIGHT_BYTES = 4 * sum(weight.numel for weight in layout(SMOLLM2_135M))
 def load(
     model: str = "smollm2-135m", dtype: torch.dtype = torch.float32, progress: object = silent
 ) -> LoadedModel:
-    return load_model(ModelSource(model), torch.device("cpu"), dtype, TorchLayerOps(), progress)  # type: ignore[arg-type]
+    return load_on_cpu(model, dtype, progress)  # type: ignore[arg-type]
 
 
 def anonymous_bytes() -> int:
@@ -77,7 +76,7 @@ def test_the_digest_is_stable_and_tells_dtypes_apart() -> None:
     assert first.model.digest != load(dtype=torch.bfloat16).model.digest
 
 
-@pytest.mark.parametrize("keep", [0, 100, 1_000_000, 3_000_000, 98_000_000, 98_362_431])
+@pytest.mark.parametrize("keep", [0, 1_000_000, 98_362_431])
 def test_the_file_cut_short_is_a_model_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:

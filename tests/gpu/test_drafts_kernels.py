@@ -20,7 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     )
 
 from penstock.engine.execution import ahead, triton_steps  # noqa: E402
-from penstock.engine.execution.batch import Shape  # noqa: E402
+from penstock.engine.execution.batch import DraftedInputs, Shape  # noqa: E402
 from penstock.engine.execution.target import place_unsure  # noqa: E402
 from penstock.engine.execution.sampler import kept_tokens  # noqa: E402
 
@@ -47,9 +47,9 @@ def test_the_same_drafts_are_kept(seed: int) -> None:
             torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((10, 5), (10,))
         )
         given = [one.to(torch.int32).to(device) for one in (starts, lengths, step, rows)]
-        tokens, lasts = function(
-            given[0], given[1], 4, given[2], chosen.to(device), given[3], pending, rejected
-        )
+        starts_at, num_drafts, of_step, rows_at = given
+        drafting = DraftedInputs(rows_at, rows_at, starts_at, num_drafts, of_step, 4, 0)
+        tokens, lasts = function(drafting, chosen.to(device), rows_at, pending, rejected)
         found.append([one.cpu().tolist() for one in (tokens, lasts, pending, rejected)])
     assert found[0] == found[1]
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.decoder import Decoder
-from penstock.models.layers import split_norm_rotate
 from penstock.models.lora import LoraRuns
 from penstock.models.model import ModelConfig
 
@@ -38,10 +37,21 @@ class ContiguousKv:
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = split_norm_rotate(qkv, q_norm, k_norm, self._positions, self._rope, self._config)
+        config, heads = self._config, qkv.view(len(qkv), -1, self._config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        q, k = (self._turned(x, norm) for x, norm in ((q, q_norm), (k, k_norm)))
         self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k
         self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v
         return q, k, v
+
+    def _turned(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+        """Normalised where a weight is given, then rotated by position."""
+        x = heads.float()
+        if norm is not None:
+            x = F.rms_norm(x, (x.shape[-1],), None, self._config.norm_eps).to(heads.dtype) * norm
+        cos, sin = self._rope[self._positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
@@ -68,6 +78,11 @@ def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: LoraR
         hidden, residual = model.layer(index, hidden, residual, kv, lora)
     assert residual is not None
     return model.head(hidden, residual)
+
+
+def logits_of(model: Decoder, tokens: Sequence[int], lora: LoraRuns | None = None) -> Tensor:
+    """Of a whole sequence, [T, vocab]."""
+    return forward(model, ContiguousKv(model.config, model.rope), tokens, lora)
 
 
 def generate(model: Decoder, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.forms import Matrix
-from penstock.models.layers import row_order, split_norm_rotate
+from penstock.models.layers import row_order
 from penstock.models.progress import Progress
 from penstock.speculation.mtp import head_dims, head_layout, rows_of
 from penstock.speculation.vocab import DraftVocab
@@ -175,7 +175,8 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """`layers.rotate` for [B, heads, n, head_dim], with a gradient."""
+    """Heads [..., n, head_dim] turned by the rows `turns` [n, head_dim] of the rotary table, with a
+    gradient."""
     half = x.shape[-1] // 2
     cos, sin = turns[:, :half], turns[:, half:]
     first, second = x[..., :half].float(), x[..., half:].float()
@@ -215,7 +216,13 @@ class _BatchKv:
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return split_norm_rotate(qkv, q_norm, k_norm, self._positions, self._target.rope, self._target.config)
+        dims, turns = self._target.config, self._target.rope[self._positions]
+        heads = qkv.view(len(qkv), -1, dims.head_dim)
+        q, k, v = heads.split([dims.num_heads, dims.num_kv_heads, dims.num_kv_heads], dim=1)
+        q = q if q_norm is None else self._target.ops.rms_norm(q, q_norm, dims.norm_eps)
+        k = k if k_norm is None else self._target.ops.rms_norm(k, k_norm, dims.norm_eps)
+        q, k = (rotated(x.transpose(0, 1), turns).transpose(0, 1) for x in (q, k))
+        return q, k, v
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dims = self._target.config

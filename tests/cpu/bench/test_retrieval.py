@@ -15,13 +15,12 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.contract import FinishReason
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import LoadedModel, load_model
-from penstock.models.progress import silent
+from penstock.models.loader import LoadedModel
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Needle, Retrieval, haystack, write_retrieval_model
 from tests.support.contiguous_kv import ContiguousKv, forward
 from tests.support.driving import Collected, generate, run_all, submit
+from tests.support.loading import load_on_cpu
 from tests.support.logits import Logits
 
 BLOCK = 16
@@ -64,7 +63,7 @@ def engine(written: Path) -> Iterator[Engine]:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(ModelSource(str(directory)), torch.device("cpu"), dtype, TorchLayerOps(), silent)
+    return load_on_cpu(directory, dtype)
 
 
 def ask_all(engine: Engine, stack: Haystack) -> Collected:

@@ -14,10 +14,10 @@ import pytest
 from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Submission, Waits
 from penstock.engine.engine import Engine
 from penstock.kv.tiers.loads import BlockLoad
-from penstock.kv.transfer import Group
 from penstock.lanes.cpu import CpuLane
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
+from tests.cpu.engine.test_transfer_order import copy_by_layer, destroy, replays
 from tests.support.driving import generate, run_all, settle_all, submit
 from tests.support.gates import GatedCopier, gates
 
@@ -46,41 +46,6 @@ def launched_plans(
     return plans
 
 
-def replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The labels of every replay from now on."""
-    labels: list[str] = []
-    lane = engine.parts.lanes[0]
-    replay = lane.replay
-
-    def noted(captured: Any, *rest: Any, **named: Any) -> Any:
-        labels.append(captured.label)
-        return replay(captured, *rest, **named)
-
-    monkeypatch.setattr(lane, "replay", noted)
-    return labels
-
-
-# Holds invariant 3: eager or replayed, a step waits for what it reads.
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_step_launched_over_a_load_waits_for_it(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
-) -> None:
-    engine = make_engine(host_blocks=64)
-    overlap_from(engine, 1 << 30 if captured else 0)  # a replay behind the whole load, or layer by layer
-    cold = generate(engine, prompts(80), max_tokens=4)
-    forget(engine)
-    load, _ = gates(engine)
-    load.hold()
-    labels = replays(engine, monkeypatch)
-    returning = submit(engine, prompts(80), max_tokens=4)
-    until(engine, lambda: engine.turns.running is not None)
-    running, was_replayed = engine.turns.running, bool(labels)
-    load.let()
-    run_all(engine)
-    assert running is not None and running.loads and was_replayed == captured
-    assert returning.tokens == cold.tokens and returning.source == KvSource(host=79, computed=1)
-
-
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captured: bool
@@ -88,13 +53,12 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     """Holds invariant 5: what comes behind the step on its lane needs no wait of its own."""
     engine = make_engine(host_blocks=64)
     overlap_from(engine, 1 << 30 if captured else 0)
-    each = [Group((layer, layer + 1)) for layer in range(engine.parts.arena.layout.num_layers)]
-    monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
+    num_parts = copy_by_layer(engine, monkeypatch)
     generate(engine, prompts(80), max_tokens=4)
     forget(engine)
     load, _ = gates(engine)
     load.hold()
-    load.let(len(each) - 1 if captured else 0)  # a replay is launched when all but the last part has come
+    load.let(num_parts - 1 if captured else 0)  # a replay is launched when all but the last part has come
     labels, lane = replays(engine, monkeypatch), engine.parts.lanes[0]
     wait, waited = lane.wait, list[Fence]()
     monkeypatch.setattr(lane, "wait", lambda fence: (waited.append(fence), wait(fence)))
@@ -106,7 +70,7 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
     assert running is not None and was_replayed == captured
     copies = [copy for one in running.loads if isinstance(one, BlockLoad) for copy in one.copies]
     parts = [arrival.fence for copy in copies for arrival in copy.arrivals or ()]
-    assert len(parts) == len(each) > 1 and all(fence in waited_for for fence in parts)
+    assert len(parts) == num_parts > 1 and all(fence in waited_for for fence in parts)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -117,8 +81,7 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
     overlap_from(engine, 1 << 30 if captured else 0)
     cold = generate(engine, prompts(80), max_tokens=4)
     forget(engine)
-    # what did not arrive cannot be right by chance
-    engine.parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))
+    destroy(engine)
     load, _ = gates(engine)
     load.hold()
     returning = submit(engine, prompts(80), max_tokens=4)
@@ -129,29 +92,6 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
     run_all(engine)
     assert running is not None and running.loads
     assert returning.tokens == cold.tokens and returning.source == KvSource(computed=80)
-    settle_all(engine)
-    check_at_rest(engine)
-
-
-def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layer by layer, so that it writes into the first while the last is on its way."""
-    engine = make_engine(host_blocks=64)
-    overlap_from(engine, 0)
-    each = [Group((layer, layer + 1)) for layer in range(engine.parts.arena.layout.num_layers)]
-    monkeypatch.setattr(engine.cache.loads, "_groups", lambda num_blocks, layered: each)
-    expected = generate(make_engine(), prompts(40), max_tokens=60).tokens
-    found = submit(engine, prompts(40), max_tokens=60)
-    until(engine, lambda: len(found.tokens) == 4)
-    load, _ = gates(engine)
-    load.hold()
-    scheduler = engine.parts.scheduler
-    scheduler.retract(scheduler.running.requests[found.request_id])
-    until(engine, lambda: engine.turns.running is not None and bool(engine.turns.running.loads))
-    load.let()
-    run_all(engine)
-    assert found.tokens == expected and engine.stats().retractions == 1
     settle_all(engine)
     check_at_rest(engine)
 

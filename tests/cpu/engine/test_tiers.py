@@ -13,7 +13,6 @@ import torch
 from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams, StepPlan, Submission, Waits
 from penstock.engine.engine import Engine
 from penstock.kv.blocks.slots import SlotState
-from penstock.kv.transfer import Group
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support.driving import Collected, generate, run_all, settle_all, submit
 from tests.support.gates import gates
@@ -277,62 +276,6 @@ def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(
             (8, 0) if reuses else (0, 8)
         )
         assert [generate(engine, prompts(64, seed=i)).tokens for i in range(3)] == expected
-
-
-def test_a_save_reads_a_block_before_its_slot_is_used_again(
-    make_engine: MakeEngine, prompts: Prompts
-) -> None:
-    engine = make_engine(blocks=6, host_blocks=64)
-    cold = generate(engine, prompts(64), max_tokens=1)
-    _, save = gates(engine)
-    forget(engine)
-    forget(engine, "host")
-    save.hold()
-    assert generate(engine, prompts(64), max_tokens=1).tokens == cold.tokens
-    # four blocks; two are free, four wait for the save
-    other = submit(engine, prompts(60, seed=9), max_tokens=2)
-    turn(engine, 5)
-    assert other.tokens == [] and states(engine) == {"waiting": 1}
-    save.let()
-    run_all(engine)
-    settle_all(engine)
-    forget(engine)
-    again = generate(engine, prompts(64), max_tokens=1)
-    assert again.tokens == cold.tokens and again.source == KvSource(host=63, computed=1)
-
-
-# Holds invariant 4: a step begins under its own load.
-def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
-    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(host_blocks=64)
-    if engine.parts.arena.device.type == "cuda":
-        pytest.skip("ops run when they are launched here: order on the device is shown by test_overlap_cuda")
-    overlap_from(engine, 0)
-    cache = engine.cache
-    each = [Group((i, i + 1)) for i in range(engine.parts.arena.layout.num_layers)]
-    monkeypatch.setattr(cache.loads, "_groups", lambda num_blocks, layered: each)
-    expected = generate(engine, prompts(90), max_tokens=4).tokens
-    forget(engine)
-    load, _ = gates(engine)
-    order: list[str] = []
-    load.on_copy = lambda layers: order.append(f"copy {layers[0]}")
-    layer = type(engine.parts.executor.target.model).layer
-
-    def noted(self: Any, index: int, *rest: Any) -> Any:
-        order.append(f"layer {index}")
-        if index == 0:
-            load.let()
-        return layer(self, index, *rest)
-
-    monkeypatch.setattr(type(engine.parts.executor.target.model), "layer", noted)
-    load.hold()
-    load.let(1)
-    # the second layer's copy goes only once the first layer is computed
-    returning = submit(engine, prompts(90), max_tokens=4)
-    run_all(engine)
-    assert returning.tokens == expected and returning.source == KvSource(host=80, computed=10)
-    assert order[:3] == ["copy 0", "layer 0", "copy 1"], order[:8]
 
 
 def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine, prompts: Prompts) -> None:

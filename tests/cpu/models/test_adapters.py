@@ -4,7 +4,6 @@ refusal of everything else."""
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.config import ModelSource
 from penstock.contract import Adapter, Chunk
 from penstock.errors import ModelError
 from penstock.models.adapters import AdapterConfig, parse_adapter_config, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.hashed_file import WeightFile
-from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import load_model
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
-from penstock.models.progress import silent
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
 from tests.support.adapters import (
     ALL_MODULES,
@@ -33,7 +28,8 @@ from tests.support.adapters import (
     write_adapter,
     write_random_adapter,
 )
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import logits_of
+from tests.support.loading import load_on_cpu
 
 IDS = list(range(3, 43))
 TOLERANCE = 1e-5  # of the largest logit, in float32
@@ -41,7 +37,7 @@ TENSORS = "adapter_model.safetensors"
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_model(ModelSource(str(directory)), torch.device("cpu"), dtype, TorchLayerOps(), silent).model
+    return load_on_cpu(directory, dtype).model
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def llama(tmp_path: Path) -> Decoder:
 def logits(model: Decoder, *weights: AdapterWeights) -> torch.Tensor:
     """Each of `weights` applies to all tokens."""
     runs = LoraRuns([LoraRun(0, len(IDS), each) for each in weights]) if weights else None
-    return forward(model, ContiguousKv(model.config, model.rope), IDS, runs)
+    return logits_of(model, IDS, runs)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -210,22 +206,6 @@ def test_a_name_is_a_whole_ending_of_a_module_and_exclusions_come_first() -> Non
     assert config(target_modules="all-linear").targets("lm_head") is False
 
 
-def test_of_several_patterns_the_first_counts_and_a_scale_is_of_the_modules_own_rank() -> None:
-    keys = ("1.self_attn.q_proj", "q_proj", "self_attn.q_proj", "up_proj", "^model.layers.0.self_attn.o_proj")
-    pattern = {key: number for number, key in enumerate(keys, 2)}
-    ranks, scaled = config(rank_pattern=pattern), config(alpha_pattern=pattern)
-    of = [3, 6, 5, 2, 8, 5, 3, 8, 5]  # 8: no pattern, the adapter's own
-    assert [ranks.rank_of(module) for module in MODULES] == of
-    assert [scaled.scale_of(module) * 8 for module in MODULES] == [16 if rank == 8 else rank for rank in of]
-    for rslora in (False, True):
-        root = math.sqrt if rslora else float
-        both = config(
-            use_rslora=rslora, rank_pattern={"q_proj": 4}, alpha_pattern={"q_proj": 3, "up_proj": 5}
-        )
-        scales = [both.scale_of(module) for module in MODULES[:3]]
-        assert scales == pytest.approx([3 / root(4), 16 / root(8), 5 / root(8)])
-
-
 # ----------------------------------------------------------------------------------------------------- digest
 
 
@@ -276,34 +256,21 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ({"use_dora": True}, "DoRA is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"layers_to_transform": [0]}, "layers_to_transform"),
-    ({"layer_replication": [[0, 2]]}, "layer_replication"),
-    ({"trainable_token_indices": [3]}, "trainable_token_indices"),
     ({"bias": "all"}, "bias is 'all'"),
-    ({"lora_bias": True}, "lora_bias"),
-    ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
     ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
     ({"use_wonder": True}, "unknown fields.*'use_wonder'"),
     ({"r": 0}, "r must be a positive whole number"),
-    ({"r": "8"}, "r must be a positive whole number"),
-    ({"lora_alpha": None}, "lora_alpha must be a number"),
     ({"lora_alpha": float("inf")}, "lora_alpha must be a number"),
-    ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
     ({"target_modules": None}, "adapts nothing"),
-    ({"target_modules": {"q_proj": 1}}, "target_modules must be a list"),
     ({"target_modules": [*ALL_MODULES, 7]}, "target_modules must be a list of names"),
-    ({"target_modules": [*ALL_MODULES, ""]}, "target_modules must be a list of names"),
-    ({"exclude_modules": [None]}, "exclude_modules must be a list of names"),
     ({"target_modules": [*ALL_MODULES, "lm_head"]}, "adapting lm_head is not supported"),
     ({"target_modules": [*ALL_MODULES, "embed_tokens"]}, r"adapting model\.embed_tokens is not supported"),
     ({"alpha_pattern": {".*q_proj": 4}}, "alpha_pattern takes names"),
-    ({"rank_pattern": [4]}, "rank_pattern must be an object"),
     ({"use_rslora": "yes"}, "use_rslora must be true or false"),
     ({"r": 8}, r"misshapen tensors: .*_proj\.lora_A\.weight is \[4, \d+\], expected \[8, \d+\]"),
     ({"exclude_modules": None, "target_modules": ["q_proj"]}, "not targeted: .*k_proj"),
-    ({"exclude_modules": ["q_proj"]}, "not targeted: .*q_proj"),
 ]
 Q_A = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = Q_A.replace("lora_A", "lora_B")
@@ -315,17 +282,13 @@ def without(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Te
 
 REFUSED_TENSORS: list[tuple[Any, str]] = [
     (lambda t: without(t, Q_B), r"missing tensors: .*0\.self_attn\.q_proj\.lora_B"),
-    (lambda t: without(t, Q_A, Q_B), r"missing tensors: .*q_proj\.lora_A"),
     (lambda t: t | {Q_A.replace(".0.", ".99."): t[Q_A]}, r"fit no module of the model: .*layers\.99"),
     (lambda t: {n.replace("model.layers", "h"): x for n, x in t.items()}, "fit no module of the model"),
     (lambda t: t | {Q_A.replace("lora_A", "lora_magnitude_vector"): t[Q_A]}, "lora_magnitude_vector"),
     (lambda t: t | {Q_A: t[Q_A].t().contiguous()}, "misshapen tensors"),
-    (lambda t: t | {Q_A: t[Q_A].flatten()}, "misshapen tensors"),
     (lambda t: t | {Q_A: t[Q_A].to(torch.int8)}, "dtypes other than F32, BF16, F16: .*torch.int8"),
-    (lambda t: t | {Q_A: t[Q_A].to(torch.float8_e4m3fn)}, "dtypes other than .*float8_e4m3fn"),
     (lambda t: t | {Q_A: t[Q_A] * torch.nan}, "not finite: .*q_proj"),
     (lambda t: t | {Q_A: t[Q_A].index_fill(0, torch.tensor([1]), torch.inf)}, "not finite: .*q_proj"),
-    (lambda t: {}, "missing tensors"),
     (lambda t: adapter_tensors(TINY_QWEN3, seed=1), "do not fit the model"),
 ]
 
@@ -360,10 +323,9 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, llama: Decoder) -
     damaged = "damaged or not a safetensors file"
     header = json.dumps({Q_A: {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}).encode()
     of_4_bits = len(header).to_bytes(8, "little") + header + bytes(4)  # the format has it, torch has not
-    cuts = [whole[:length] for length in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1)]
+    cuts = [whole[:length] for length in (0, 8, len(whole) - 1)]
     for name, data, said in (
         ("adapter_config.json", b"{", "is not valid JSON"),
-        ("adapter_config.json", b"[]", "must hold a JSON object"),
         ("adapter_config.json", None, r"has no adapter_config\.json"),
         (TENSORS, None, r"has no adapter_model\.safetensors"),
         (TENSORS, of_4_bits, f"{damaged}: .*F4"),
@@ -382,21 +344,6 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, llama: Decoder) -
         read_adapter(tmp_path / "nowhere", llama)
 
 
-def test_an_adapter_that_does_not_fit_into_memory_says_so(
-    tmp_path: Path, llama: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
-    said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 3 GiB"
-    for error in (torch.OutOfMemoryError("tried to allocate 3 GiB"), RuntimeError(said)):
-
-        def full(*_: Any, error: Exception = error) -> Any:
-            raise error
-
-        monkeypatch.setattr(torch, "cat", full)
-        with pytest.raises(ModelError, match=r"not fit into the memory of cpu: .*tried to allocate 3 GiB"):
-            read_adapter(adapter, llama)
-
-
 def test_weights_that_are_not_finite_once_they_are_in_the_model_are_refused(tmp_path: Path) -> None:
     """Every answer with such an adapter would be noise."""
     for dtype, alpha, part, large in (
@@ -411,19 +358,3 @@ def test_weights_that_are_not_finite_once_they_are_in_the_model_are_refused(tmp_
         }
         with pytest.raises(ModelError, match=r"weights of model\.layers\.0\..*_proj.* are not finite"):
             read_adapter(write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=alpha), model)
-
-
-def test_the_comparison_with_merged_weights_turns_red_with_a_wrong_reader(
-    tmp_path: Path, llama: Decoder
-) -> None:
-    tensors = adapter_tensors(TINY_LLAMA, seed=1)
-    expected = dense(tmp_path, tensors, 2.0)
-    first, *others = read_adapter(write_adapter(tmp_path / "adapter", tensors), llama).weights.layers
-    q, k, v = first["qkv"].parts
-    for parts in (
-        tuple(part._replace(b=part.b / 2) for part in (q, k, v)),  # unscaled
-        (q, k._replace(columns=v.columns), v._replace(columns=k.columns)),  # k and v exchanged
-        (q, k._replace(ranks=q.ranks), v),  # the A of another module
-    ):
-        faulty = {**first, "qkv": first["qkv"]._replace(parts=parts)}
-        assert error(logits(llama, AdapterWeights((faulty, *others))), expected) > 100 * TOLERANCE

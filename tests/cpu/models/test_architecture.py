@@ -34,11 +34,6 @@ def test_help_and_documents_name_every_architecture_and_built_in_model() -> None
     ] == []
 
 
-def test_no_two_architectures_share_a_name() -> None:
-    for names in ([a.name for a in ARCHITECTURES], [a.config_name for a in ARCHITECTURES]):
-        assert len(set(names)) == len(names)
-
-
 MISTRAL, QWEN2, PHI3 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2", "Phi3"))
 
 
@@ -49,15 +44,10 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 # what a config states -> what the refusal says
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**MISTRAL, "attention_bias": True}, "attention_bias is true, but MistralForCausalLM"),
-    ({**QWEN2, "mlp_bias": True}, "mlp_bias is true, but Qwen2ForCausalLM"),
     ({"attention_bias": "yes"}, "attention_bias must be true or false"),
     ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "rope scaling of type 'mrope'"),
-    (rope("ntk", factor=2.0), "rope scaling of type 'ntk'"),
-    ({"rope_parameters": {"rope_type": "proportional"}}, "rope scaling of type 'proportional'"),
     ({"rope_parameters": {"full_attention": {"a": 1}}}, "rope scaling with full_attention"),
-    (rope("default", mrope_section=[1, 2]), "rope scaling with mrope_section"),
     ({**rope("linear", factor=2.0), "rope_parameters": {"factor": 4.0}}, "do not agree on factor"),
-    (rope("linear"), "has no factor"),
     (rope("yarn"), "has no factor"),
     (rope("llama3", factor=8.0), "has no low_freq_factor"),
     (
@@ -65,44 +55,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "must be above low_freq_factor",
     ),
     (rope("yarn", factor=8.0, beta_fast=1, beta_slow=2), "beta_fast 1.0 must be above beta_slow 2.0"),
-    ({**rope("yarn", factor=8.0), "rope_theta": 1.0}, "rope_theta 1.0 must be above 1"),
     (rope("longrope", short_factor=[1.0], long_factor=[1.0] * 8), "short_factor must be a list of 8 numbers"),
-    (rope("yarn", factor=2.0, short_factor=[1.0] * 8), "'yarn' with short_factor"),
     (rope("linear", factor=-2), "factor must be a positive number"),
     (rope("linear", factor=1e6), "reaches 2048000000 positions"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-    ({"logits_scaling": 8.0}, "logits_scaling"),
-    ({"lm_head_bias": True}, "lm_head_bias"),
     ({"rope_interleaved": True}, "rope_interleaved"),
     ({"num_local_experts": 8}, "num_local_experts"),
     ({**MISTRAL, "layer_types": ["chunked_attention"] * 2}, "layer_types must be full_attention or"),
-    ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types"),
     ({**MISTRAL, "sliding_window": -1}, "sliding_window must be a positive"),
-    ({**QWEN2, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
     ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
-    ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"sliding_window": 4096}, "sliding-window"),
-    ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"architectures": ["Mamba"]}, "Mamba is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2"),
-    ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
     ({"architectures": None}, "does not name its architecture"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
-    ({"hidden_size": "64"}, "hidden_size must be a positive whole number, got '64'"),
-    ({"vocab_size": True}, "vocab_size"),
     ({"intermediate_size": None}, "has no intermediate_size"),
     ({"num_key_value_heads": 3}, "not a multiple"),
     ({"head_dim": 17}, "odd"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a positive number"),
-    ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
     ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
-    ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
-    ({"rope_theta": True}, "rope_theta must be a positive number, got True"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     ({"eos_token_id": "</s>"}, "eos_token_id"),
 ]
@@ -162,15 +136,7 @@ def test_llama_derives_the_head_size_and_kv_heads_that_old_configs_leave_out() -
     assert (config.head_dim, config.num_kv_heads) == (16, 4)
 
 
-@pytest.mark.parametrize(
-    ("field", "most"),
-    [
-        ("num_hidden_layers", 4096),
-        ("max_position_embeddings", 1 << 22),
-        ("vocab_size", 1 << 24),
-        ("intermediate_size", 1 << 24),
-    ],
-)
+@pytest.mark.parametrize(("field", "most"), [("num_hidden_layers", 4096), ("vocab_size", 1 << 24)])
 def test_a_number_is_believed_up_to_what_can_be_right(field: str, most: int) -> None:
     parse_config({**config_json(TINY_LLAMA), field: most}, "config.json")
     with pytest.raises(ModelError, match=f"{field} is {most + 1}; more than {most} cannot be right"):
@@ -193,10 +159,6 @@ PHI3_MINI, LONG_PHI = (3072, 8192, 32, 32, 32, 32064), {"original_max_position_e
 # What published models state, as far as it matters, and what follows: context, positions, head size, window,
 # scheme.
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "Llama-2-7b": (
-        stated("Llama", (4096, 11008, 32, 32, 32, 32000), 4096, rope_scaling=None),
-        (4096, 4096, 128, 0, None),
-    ),
     "Llama-3.1-8B": (
         stated("Llama", (4096, 14336, 32, 32, 8, 128256), 131072, rope_scaling=LLAMA3, rope_theta=5e5),
         (131072, 131072, 128, 0, "llama3"),
@@ -205,17 +167,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         stated("Llama", (4096, 11008, 32, 32, 32, 32256), 16384, **rope("linear", factor=4.0)),
         (16384, 65536, 128, 0, "linear"),
     ),
-    "SmolLM2": (
-        stated("Llama", (576, 1536, 30, 9, 3, 49152), 8192, is_llama_config=True, rope_interleaved=False),
-        (8192, 8192, 64, 0, None),
-    ),
     "Mistral-7B-v0.1": (
         stated("Mistral", (4096, 14336, 32, 32, 8, 32000), 32768, sliding_window=4096),
         (32768, 32768, 128, 4096, None),
-    ),
-    "Mistral-Nemo": (
-        stated("Mistral", (5120, 14336, 40, 32, 8, 131072), 131072, head_dim=128, sliding_window=None),
-        (131072, 131072, 128, 0, None),
     ),
     "Qwen2.5-7B": (
         stated("Qwen2", (3584, 18944, 28, 28, 4, 152064), 32768, sliding_window=131072),
@@ -226,10 +180,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         (131072, 131072, 128, 0, "yarn"),
     ),
     "Phi-3-mini-4k": (stated("Phi3", PHI3_MINI, 4096, sliding_window=2047), (4096, 4096, 96, 2047, None)),
-    "Phi-3-mini-128k": (
-        stated("Phi3", PHI3_MINI, 131072, **LONG_PHI, rope_scaling=LONG, sliding_window=262144),
-        (131072, 131072, 96, 0, "longrope"),
-    ),
     "Phi-4-mini": (
         stated("Phi3", (3072, 8192, 32, 24, 8, 200064), 131072, **LONG_PHI, rope_scaling=LONG, mlp_bias=False)
         | {"partial_rotary_factor": 0.75, "lm_head_bias": False, "tie_word_embeddings": True},

@@ -23,8 +23,6 @@ ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {
     "marks beside text": "{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor "
     "%}<|user|>",
-    "blanks and lines": "{{ bos_token }}{% for m in messages %}<|user|>\n{{ m.content }} <|end|>\n{% endfor "
-    "%}<|user|>\n",
     "marks that are text": "{{ bos_token }}{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{{ "
     "eos_token }}{% endfor %} ok",
     "text first": "System: be brief. {% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% "

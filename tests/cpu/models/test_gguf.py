@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock.errors import ModelError
-from penstock.models import gguf_convert, hashed_file
+from penstock.models import gguf_convert
 from penstock.models.embedded import cache_dir
 from penstock.models.gguf_convert import CONVERTER_VERSION, MANIFEST, WEIGHTS, Content, load_converted
 from penstock.models.gguf_file import GgufFile
@@ -69,17 +69,6 @@ def test_a_converted_file_has_the_weights_of_the_model_it_was_made_from(tmp_path
         assert all(torch.equal(found[name], original[name]) for name in original)
 
 
-def test_pieces_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    whole = converted(path)
-    for num_copies, piece_bytes in enumerate((256, 1000, 20_000), 2):
-        monkeypatch.setattr(hashed_file, "PIECE_BYTES", piece_bytes)
-        pieced = converted(path)
-        copies = list(copy_of(path).parent.iterdir())
-        assert len(copies) == num_copies, "the size of pieces is part of the digest: it was converted again"
-        assert all(torch.equal(pieced[name], whole[name]) for name in whole)
-
-
 def test_a_file_is_converted_once_and_its_copy_is_found_by_content_and_converter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,15 +110,8 @@ def other_manifest(directory: Path, other: Path) -> None:
 SPOIL: dict[str, Callable[[Path, Path], object]] = {
     "truncated": lambda directory, other: os.truncate(directory / WEIGHTS, 10_000),
     "flipped": lambda directory, other: flipped(directory / WEIGHTS),
-    "missing": lambda directory, other: (directory / WEIGHTS).unlink(),
     "no manifest": lambda directory, other: (directory / MANIFEST).unlink(),
-    "empty manifest": lambda directory, other: (directory / MANIFEST).write_text("{}"),
-    "wrong manifest": lambda directory, other: (directory / MANIFEST).write_text(
-        '{"files": {}, "tensors": {}}'
-    ),
-    "no config": lambda directory, other: (directory / "config.json").unlink(),
     "another config": lambda directory, other: other_base(directory / "config.json"),
-    "another tokenizer": lambda directory, other: flipped(directory / "tokenizer.json"),
     "another file's copy": other_manifest,
     "a file too many": lambda directory, other: (directory / "chat_template.jinja").write_text(
         "{{ 'other' }}"
@@ -184,19 +166,6 @@ def test_processes_that_convert_at_once_load_their_own_and_leave_one_copy(tmp_pa
     assert [child.name for child in copy_of(path).parent.iterdir()] == [copy_of(path).name]
 
 
-def test_a_copy_that_another_process_moves_away_while_it_is_read_is_made_again(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    expected, directory = converted(path), copy_of(path)
-
-    def moved_and_load(found: Path) -> tuple[LoadedWeights, Content]:
-        if found == directory:
-            os.rename(directory, tmp_path / "aside")
-        return load(found)
-
-    found = converted_by(moved_and_load, path).tensors
-    assert all(torch.equal(found[name], expected[name]) for name in expected) and directory.is_dir()
-
-
 def test_a_file_that_is_written_over_while_it_is_converted_is_a_model_error(
     tmp_path: Path, own_cache: Path
 ) -> None:
@@ -228,15 +197,6 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     assert list((own_cache / "gguf").iterdir()) == []
 
 
-def test_what_a_killed_conversion_left_is_removed_after_a_day(tmp_path: Path, own_cache: Path) -> None:
-    old, young = own_cache / "gguf" / "tmp-old", own_cache / "gguf" / "tmp-young"
-    for path in (old, young):
-        path.mkdir(parents=True)
-    os.utime(old, (1, 1))
-    converted(write_tiny_gguf(tmp_path / "tiny.gguf"))
-    assert not old.exists() and young.exists()
-
-
 # ----------------------------------------------------------------------------------------------------- damage
 
 
@@ -245,7 +205,7 @@ def test_a_truncated_file_and_a_damaged_header_are_model_errors(tmp_path: Path, 
     damage = {0: b"GGUX", 4: struct.pack(">I", 3), 8: struct.pack("<Q", 2**60), 16: struct.pack("<Q", 2**63)}
     damage[24] = struct.pack("<Q", 2**50)  # the first key's length
     damaged = [pristine[:at] + data + pristine[at + len(data) :] for at, data in damage.items()]
-    cut = [pristine[:keep] for keep in (0, 3, 10, 23, 24, 60, 500, 5000, -1, -100_000)]
+    cut = [pristine[:keep] for keep in (0, 3, 23, 60, 5000, -1)]
     stages: list[str] = []
     for data in (*damaged, *cut, pristine[:4] + struct.pack("<I", 99) + pristine[8:]):
         path.write_bytes(data)
@@ -287,16 +247,12 @@ def aligned(kind: int, value: bytes) -> bytes:
 
 HOSTILE = [
     (header([nested(3)]), "a value of unknown type 9"),
-    (header([nested(5000)]), "a value of unknown type 9"),
-    (header([string("a") + struct.pack("<I", 13)]), "a value of unknown type 13"),
     (header(tensors=[tensor("t")]), "tensor t of 0 dimensions"),
     (header(tensors=[tensor("t", 1, 1, 1, 1, 1)]), "tensor t of 5 dimensions"),
-    (header(tensors=[tensor("t", 4, 0)]), r"tensor t of shape \[0, 4\]"),
     (header(tensors=[tensor("t", 2**40)]), "tensor t of shape"),
     (header(tensors=[tensor("t", 4, offset=10_000)]), "at offset 10000"),
     (header(tensors=[tensor("t", 4), tensor("t", 4)]), "tensor t appears twice"),
     (header([aligned(4, struct.pack("<I", 0))]), "alignment 0"),
-    (header([aligned(4, struct.pack("<I", 48))]), "alignment 48"),
     (header([aligned(8, string("32"))]), "alignment '32'"),
 ]
 
@@ -327,7 +283,7 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(
     absurd count."""
     header_bytes = pristine.index(b"blk.1.ffn_down.weight")
     path = tmp_path / "tiny.gguf"
-    chosen = np.random.default_rng(0).integers(0, header_bytes, 300)
+    chosen = np.random.default_rng(0).integers(0, header_bytes, 150)
     refused = 0
     for at in chosen:
         damaged = bytearray(pristine)
@@ -340,7 +296,7 @@ def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(
             gguf_convert.tokenizer_files(source.metadata, "x")
         except ModelError:
             refused += 1
-    assert refused > 30
+    assert refused > 15
 
 
 def test_tensors_begin_where_the_alignment_of_the_file_says(tmp_path: Path) -> None:

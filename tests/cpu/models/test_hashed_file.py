@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from penstock.errors import ModelError
 from penstock.models import hashed_file
 from penstock.models.hashed_file import (
-    DIGEST_BYTES,
     FilePiece,
     HashedFile,
     WeightFile,
@@ -100,21 +99,6 @@ def test_pieces_cover_every_row_once_and_are_no_larger_than_they_may_be(
     assert all(
         (rows.stop - rows.start) * row_bytes <= max(hashed_file.PIECE_BYTES, row_bytes) for rows in pieces
     )
-
-
-def test_any_part_of_a_hashed_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
-    path = tmp_path / "file"
-    for size in (0, 1, 999, 1000, 1001, 5500):
-        data = np.random.default_rng(size).bytes(size)
-        path.write_bytes(data)
-        with HashedFile(path, silent) as file:
-            assert len(file.digest) == DIGEST_BYTES
-            for start in range(0, size + 1, 100):
-                for end in range(start, size + 1, 333):
-                    assert file.read(start, end - start) == data[start:end]
-                with pytest.raises(ModelError, match=rf"has {size} bytes; {size + 1} are wanted"):
-                    file.read(start, size + 1 - start)
 
 
 def test_the_digest_of_a_file_is_of_all_its_bytes_and_its_length(

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.models.layers import TorchLayerOps, rope_table, rotate, split_norm_rotate
+from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA
 from penstock.models.model import ModelConfig
-from penstock.models.qwen3 import TINY_QWEN3
 
 OPS = TorchLayerOps()
 
@@ -20,8 +19,7 @@ def reference_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("width", [32, 576, 8192])
-@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
+@pytest.mark.parametrize(("width", "size"), [(32, 1e-6), (576, 1.0), (8192, 1e4)])
 def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float) -> None:
     """The smallest are those that eps outweighs."""
     x, weight = (
@@ -33,11 +31,6 @@ def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float
     assert torch.allclose(
         OPS.rms_norm(x.expand(2, -1), weight, 1e-5).double(), expected.expand(2, -1), rtol=1e-6, atol=0
     )
-
-
-def test_the_heads_of_one_token_are_normalised_one_by_one() -> None:
-    x, weight = torch.randn(1, 5, 32) * torch.arange(1.0, 6.0)[:, None], torch.rand(32)
-    assert torch.allclose(OPS.rms_norm(x, weight, 1e-5).double(), reference_norm(x, weight, 1e-5), atol=1e-6)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -56,59 +49,6 @@ def test_silu_mul_gates_the_second_half_with_the_first_and_keeps_its_input() -> 
     gate, up = before.double().chunk(2, dim=-1)
     assert torch.allclose(OPS.silu_mul(gate_up).double(), gate * torch.sigmoid(gate) * up, atol=1e-6)
     assert torch.equal(gate_up, before)
-
-
-def test_the_rope_table_holds_cos_then_sin_of_position_times_frequency() -> None:
-    table = rope_table(TINY_QWEN3)
-    assert table.shape == (TINY_QWEN3.max_position, TINY_QWEN3.head_dim) and table.dtype == torch.float32
-    half = TINY_QWEN3.head_dim // 2
-    angle = 17 * TINY_QWEN3.rope_theta ** -(2 * 3 / TINY_QWEN3.head_dim)
-    assert table[17, 3].item() == pytest.approx(torch.tensor(angle).cos().item(), abs=1e-5)
-    assert table[17, half + 3].item() == pytest.approx(torch.tensor(angle).sin().item(), abs=1e-5)
-    assert torch.equal(table[0, :half], torch.ones(half)) and torch.equal(table[0, half:], torch.zeros(half))
-
-
-def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_only() -> None:
-    table = rope_table(TINY_QWEN3)
-    q, k = torch.randn(1, 1, TINY_QWEN3.head_dim), torch.randn(1, 1, TINY_QWEN3.head_dim)
-
-    def score(q_at: int, k_at: int) -> float:
-        return float((rotate(q, table[[q_at]]) * rotate(k, table[[k_at]])).sum())
-
-    assert rotate(q, table[[900]]).norm().item() == pytest.approx(q.norm().item(), rel=1e-5)
-    assert score(12, 5) == pytest.approx(score(1007, 1000), abs=1e-3)
-    assert score(12, 5) != pytest.approx(score(12, 6), abs=1e-3)
-
-
-@pytest.mark.parametrize("normed", [False, True])
-def test_split_norm_rotate_agrees_with_head_by_head_arithmetic(normed: bool) -> None:
-    config, table = TINY_QWEN3, rope_table(TINY_QWEN3)
-    qkv, positions = torch.randn(6, config.qkv_width), torch.tensor([3, 4, 5, 900, 901, 0], dtype=torch.int32)
-    q_norm, k_norm = (torch.rand(config.head_dim), torch.rand(config.head_dim)) if normed else (None, None)
-    q, k, v = split_norm_rotate(qkv, q_norm, k_norm, positions, table, config)
-    heads = qkv.view(6, -1, config.head_dim)
-    half = config.head_dim // 2
-    for out, first, num, weight in (
-        (q, 0, config.num_heads, q_norm),
-        (k, config.num_heads, config.num_kv_heads, k_norm),
-    ):
-        assert out.shape == (6, num, config.head_dim)
-        for t, head in ((t, h) for t in range(6) for h in range(num)):
-            x = heads[t, first + head]
-            x = reference_norm(x, weight, config.norm_eps) if weight is not None else x.double()
-            cos, sin = table[positions[t], :half].double(), table[positions[t], half:].double()
-            expected = torch.cat((x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin))
-            assert torch.allclose(out[t, head].double(), expected, atol=1e-5)
-    assert torch.equal(v, heads[:, config.num_heads + config.num_kv_heads :])
-
-
-def test_one_norm_may_be_given_without_the_other() -> None:
-    config, table, positions = TINY_QWEN3, rope_table(TINY_QWEN3), torch.arange(2, dtype=torch.int32)
-    qkv, weight = torch.randn(2, config.qkv_width), torch.rand(config.head_dim)
-    both = split_norm_rotate(qkv, weight, weight, positions, table, config)
-    neither = split_norm_rotate(qkv, None, None, positions, table, config)
-    q, k, _ = split_norm_rotate(qkv, weight, None, positions, table, config)
-    assert torch.equal(q, both[0]) and torch.equal(k, neither[1])
 
 
 # ------------------------------------------- where arithmetic is rounded: to the bit as in training
@@ -148,7 +88,7 @@ def test_a_norm_in_bfloat16_is_rounded_before_its_weight_is_applied_and_once_mor
     assert (once != twice).float().mean() > 0.05, "and the two ways are told apart here"
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 16])
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
 @pytest.mark.parametrize("input_major", [False, True])
 def test_a_product_is_the_same_however_its_weights_lie_and_however_many_rows_there_are(
     num_rows: int, input_major: bool

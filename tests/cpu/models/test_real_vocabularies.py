@@ -23,7 +23,6 @@ from penstock.models import tokenizer_files as files_module
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import BYTE_OF, Tokenizer
 from penstock.models.tokenizer_files import tokenizer_files
-from penstock.text.stream import TextStream
 from tests.cpu.models.test_token_bytes import CORPUS
 from tests.support.vocabularies import pages
 
@@ -124,22 +123,6 @@ def test_text_is_cut_as_sentencepiece_cuts_it(name: str) -> None:
         assert tokenizer(name).decode(ids) == text.replace("▁", " ")
         num_compared += 1
     assert num_compared > 800
-
-
-@EACH
-def test_any_ids_decode_and_stream_as_sentencepiece_decodes_them(name: str) -> None:
-    rng = random.Random(5)
-    # as the first of a text it goes, as in `tokenizers`
-    blank = metadata(name)["tokenizer.ggml.tokens"].index("<0x20>")
-    some_bytes = [
-        id for id, kind in enumerate(metadata(name)["tokenizer.ggml.token_type"]) if kind == 6 and id != blank
-    ]
-    words = [id for id, kind in enumerate(metadata(name)["tokenizer.ggml.token_type"]) if kind == 1]
-    for _ in range(1500):
-        ids = [rng.choice(rng.choice([words, some_bytes])) for _ in range(rng.randint(0, 12))]
-        stream = TextStream(tokenizer(name), begins=True)
-        text = "".join(stream.push([id]).text for id in ids) + stream.finish()
-        assert text == tokenizer(name).decode(ids) == original(name).decode(ids), ids
 
 
 @EACH

@@ -13,7 +13,6 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
-from tokenizers.decoders import DecodeStream
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpelling
@@ -197,20 +196,16 @@ def as_ids(kind: str, *tokens: str | bytes) -> list[int]:
 
 BROKEN = [
     ((b"\xe2\x82\xac",), "€"),  # one character of three tokens
-    ((b"\xf0\x9f\x99\x82\xf0\x9f\x99\x82",), "🙂🙂"),
     ((b"\xc3\xa9\xe2A",), "é\ufffdA"),  # what was whole stays, though the row is broken behind it
     ((b"A\xff\xf0\x9f\x99\x82\xf0\x9f",), "A\ufffd🙂\ufffd\ufffd"),
     ((b"\xe2\x82",), "\ufffd\ufffd"),  # unfinished at the end: a mark for each byte
     ((b"\xed\xa0\x80",), "\ufffd\ufffd\ufffd"),  # half of a surrogate pair
-    ((b"\xc0\x80",), "\ufffd\ufffd"),  # NUL in two bytes
     ((b"\xe2", "</s>", b"\x82\xac"), "€"),  # special tokens are not there
     ((b"\xe2", "a", b"\x82\xac"), "\ufffda\ufffd\ufffd"),
     ((b"\xef\xbf\xbd",), "\ufffd"),  # it is what the bytes say
-    ((b"\x00\t\n",), "\0\t\n"),
     ((b" ", "▁the"), " the"),  # the first blank of a text goes, also as a byte
     (("▁", "▁the"), " the"),
     (("</s>", "▁the"), "the"),
-    (("a", "▁the"), "a the"),
     ((b"\xe2", "▁the"), "\ufffd the"),
 ]
 
@@ -235,14 +230,6 @@ def test_offsets_of_byte_tokens_point_at_the_character_they_belong_to_or_the_mar
     assert offsets(b"\xe2\x82", "a") == (0, 0, 2)  # two marks stand for the two bytes
     assert offsets(b"\xf0\x9f\x99\xe2\x82\xac") == (0, 0, 0, 3, 3, 3)
     assert offsets("▁the", "▁the") == (0, 4)
-
-
-def test_an_answer_goes_on_with_its_prompt_or_begins_a_text() -> None:
-    ids = as_ids("SentencePiece BPE", "</s>", "▁the", "▁the")
-    assert TextStream(tokenizer("SentencePiece BPE")).push(ids) == (" the the", False, (0, 0, 4))
-    begun = TextStream(tokenizer("SentencePiece BPE"), begins=True)
-    assert begun.push(ids[:1]).text == "" and begun.first is None
-    assert begun.push(ids[1:]) == ("the the", False, (0, 3)) and begun.first == 1
 
 
 @EACH
@@ -271,27 +258,6 @@ def test_special_tokens_that_are_recognised_in_normalized_text_are_special_and_s
     assert model.decode(ids) == "the" and model.decode(ids, skip_special=False) == "the<s>"
 
 
-# ------------------------------------------------------------------------- what the library's own stream does
-
-
-def library_stream(kind: str, ids: list[int]) -> str:
-    stream = DecodeStream(skip_special_tokens=True)
-    return "".join(stream.step(vocabulary(kind), id) or "" for id in ids)
-
-
-def test_why_the_librarys_own_stream_is_not_used() -> None:
-    """Each of these is the reason why ours is kept. Where one of them no longer holds, docs/tokenizers.md is
-    to be looked at again."""
-    kind = "SentencePiece BPE"
-    unfinished = as_ids(kind, "a", b"\xe2\x82")
-    assert library_stream(kind, unfinished) == "a" and by_token(kind, unfinished) == "a\ufffd\ufffd"
-    marks = as_ids(kind, "a", b"\xef\xbf\xbd")
-    assert library_stream(kind, marks) == "a" and by_token(kind, marks) == "a\ufffd"
-    taken_back = as_ids(kind, b"\xc3\xa9\xe2A")
-    assert library_stream(kind, taken_back) == "é" and vocabulary(kind).decode(taken_back) == "\ufffd" * 4
-    assert by_token(kind, taken_back) == tokenizer(kind).decode(taken_back) == "é\ufffdA"
-
-
 # --------------------------------------------------------------------------------------------------- decoders
 
 D, N, P = decoders, tokenizers.normalizers, tokenizers.pre_tokenizers
@@ -300,10 +266,10 @@ REFUSED = {  # as the message names each
     "CTC": D.CTC(),  # drops repetitions
     "ByteFallback,Replace": D.Sequence([D.ByteFallback(), D.Replace("▁", " ")]),  # in what bytes spell
     "Fuse,Replace": D.Sequence([D.Fuse(), D.Replace("ab", "c")]),  # across tokens
-    "Fuse,Strip2-0": D.Sequence([D.Fuse(), D.Strip(" ", 2, 0)]),
-    "Fuse,Strip0-1": D.Sequence([D.Fuse(), D.Strip(" ", 0, 1)]),
     "Fuse,Strip1-0,Strip1-0": D.Sequence([D.Fuse(), D.Strip(" ", 1, 0), D.Strip(" ", 1, 0)]),
     "ByteFallback,Strip1-0": D.Sequence([D.ByteFallback(), D.Strip(" ", 1, 0)]),  # each row of bytes
+    "Fuse,Strip2-0": D.Sequence([D.Fuse(), D.Strip(" ", 2, 0)]),
+    "Fuse,Strip0-1": D.Sequence([D.Fuse(), D.Strip(" ", 0, 1)]),
     "ByteLevel,Strip1-0": D.Sequence([D.ByteLevel(), D.Strip(" ", 1, 0)]),
     "Fuse,ByteLevel": D.Sequence([D.Fuse(), D.ByteLevel()]),
 }
@@ -318,16 +284,13 @@ def test_a_decoder_whose_text_is_not_that_of_its_tokens_in_a_row_is_refused_by_n
 SPELLED = [
     (None, "a", b" a", b"a"),
     (D.ByteLevel(), "\u0120a", b" a", b" a"),
-    (D.Sequence([D.ByteLevel()]), "<東>", "<東>".encode(), "<東>".encode()),
     (D.Metaspace(), "▁a", b" a", b"a"),
     (D.Metaspace(prepend_scheme="never"), "▁a", b" a", b" a"),
     (D.WordPiece(), "##a", b"a", b"##a"),
     (D.WordPiece(), "a", b" a", b"a"),
-    (D.WordPiece(), ".", b".", b"."),
     (D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)]), "▁a", b" a", b"a"),
     (D.Sequence([D.Replace("▁", " "), D.ByteFallback(), D.Fuse()]), "▁a", b" a", b" a"),
     (D.ByteFallback(), "<0xe2>", b"\xe2", b"\xe2"),
-    (D.ByteFallback(), "<0x41>", b"A", b"A"),
     (D.ByteFallback(), "<0x4>", b"<0x4>", b"<0x4>"),
     (D.Metaspace(), "<0xE2>", b"<0xE2>", b"<0xE2>"),
     (D.Strip("a", 1, 0), "aab", b"ab", b"ab"),

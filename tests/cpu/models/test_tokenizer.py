@@ -16,12 +16,12 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import normalizers
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.chat import ChatTemplate
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
+from penstock.models.tokenizer import NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_tiny_model
 from tests.support.embedded import embedded_tokenizer
@@ -30,37 +30,6 @@ from tests.support.vocabularies import rendered, vocabulary
 REAL = embedded_tokenizer()
 VOCABULARY = REAL.vocab_size
 MESSAGES = [{"role": "user", "content": "What is a penstock?"}]
-
-
-def test_the_byte_alphabet_is_the_one_of_byte_level_bpe() -> None:
-    assert len(BYTE_OF) == 256 and set(BYTE_OF.values()) == set(range(256))
-    assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert BYTE_OF["Ġ"] == 0x20 and BYTE_OF["Ċ"] == 0x0A and BYTE_OF["a"] == 0x61
-
-
-KNOWN_BYTES = {
-    byte for character, byte in BYTE_OF.items() if REAL._backend.token_to_id(character) is not None
-}
-
-
-@given(st.text(max_size=100).map(lambda text: "".join(c for c in text if KNOWN_BYTES.issuperset(c.encode()))))
-@example("")
-@example("  two  spaces\n\n\ttab ")
-@example("na\u00efve \U0001f642 \u65e5\u672c")
-@example("<|im_start|>user<|im_end|>")
-def test_decoding_what_was_encoded_gives_the_text_back(text: str) -> None:
-    """SmolLM2's vocabulary lacks some bytes (control characters, planes above 3); what they stand for is
-    lost, as in `transformers`."""
-    assert REAL.decode(REAL.encode(text), skip_special=False) == text
-
-
-@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.booleans())
-@example([], True)
-@example([0, 1, 2], True)
-@example([0, 1, 2], False)
-@example([VOCABULARY - 1], True)
-def test_decoding_any_ids_equals_the_library(ids: list[int], skip_special: bool) -> None:
-    assert REAL.decode(ids, skip_special) == REAL._backend.decode(ids, skip_special_tokens=skip_special)
 
 
 def test_special_tokens_are_recognised_in_text_and_skipped_on_request() -> None:
@@ -269,7 +238,6 @@ def test_end_ids_come_from_the_generation_config_and_the_tokenizers_own_end_toke
 
 UNUSABLE = [  # a file's content, and what is said of it; None: it is not there
     ("tokenizer.json", None, "tokenizer.json is missing or not a tokenizer"),
-    ("tokenizer.json", "{", "tokenizer.json is missing or not a tokenizer"),
     ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is missing or not a tokenizer"),
     ("tokenizer_config.json", "nonsense", "tokenizer_config.json is not valid JSON"),
     ("generation_config.json", "[1]", "generation_config.json must hold a JSON object"),

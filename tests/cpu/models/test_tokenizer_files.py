@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 import tokenizers
-import torch
 import transformers
 
-from penstock.config import ModelSource
 from penstock.errors import ModelError
-from penstock.models.layers import TorchLayerOps
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.loader import load_model
-from penstock.models.progress import silent
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
 from tests.support import tiny_gguf
+from tests.support.loading import load_on_cpu
 from tests.support.vocabularies import SPECIAL, rendered, sentencepiece_metadata, vocabulary
 
 LARGE = dataclasses.replace(TINY_LLAMA, vocab=1000)
@@ -250,9 +246,7 @@ def test_a_gguf_file_with_a_sentencepiece_vocabulary_loads_and_cuts_text_as_a_di
     path = tiny_gguf.write_tiny_gguf(tmp_path / "x.gguf", dataclasses.replace(TINY_LLAMA, vocab=915))
     library = vocabulary("SentencePiece BPE")
     for _ in range(2):  # converted, and from the converted copy
-        loaded = load_model(
-            ModelSource(str(path)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
-        )
+        loaded = load_on_cpu(path)
         tokenizer = loaded.tokenizer
         for text in (TEXT, "", " ", "a" + " " * 40 + "b", "x\0y", "<s>the</s> blocks<|user|>the"):
             assert tokenizer.encode(text) == library.encode(text).ids, text

@@ -19,15 +19,6 @@ def test_the_layout_of_qwen3_4b_has_its_four_billion_parameters() -> None:
     assert sum(weight.numel for weight in layout(QWEN3_4B)) == 4_022_468_096
 
 
-def test_fused_weights_have_the_rows_of_all_their_parts() -> None:
-    shapes = {weight.name: weight.shape for weight in layout(TINY_LLAMA)}
-    assert shapes["layers.1.qkv"] == (TINY_LLAMA.qkv_width, TINY_LLAMA.hidden)
-    assert shapes["layers.0.gate_up"] == (2 * TINY_LLAMA.ffn, TINY_LLAMA.hidden)
-    assert shapes["head"] == shapes["embed"] == (512, 64)
-    assert "layers.0.q_norm" not in shapes
-    assert "head" not in {weight.name for weight in layout(TINY_QWEN3)}
-
-
 def test_dummy_weights_follow_from_the_seed_alone() -> None:
     calls: list[tuple[str, int, int]] = []
     first, again, other = (

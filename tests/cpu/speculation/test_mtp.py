@@ -17,22 +17,18 @@ from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, MtpHead, read_he
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.tiny_models import TINY_QWEN3
 from tests.support.contiguous_kv import ContiguousKv
-from tests.support.mutation import mutated
 from tests.support.tiny_target import SMALL, tiny_target
-from train_mtp import training as training_module
 from train_mtp.training import Trainable, hidden_states
 
 DEPTH = 3
 TOKENS = torch.tensor([[5, 9, 2, 40, 7, 7, 61, 13, 0, 90]])
 
 
-def saved(
-    folder: Path, dims: ModelConfig = SMALL, module: Any = training_module
-) -> tuple[Trainable, MtpHead]:
+def saved(folder: Path, dims: ModelConfig = SMALL) -> tuple[Trainable, MtpHead]:
     """A head that is unlike its target, as it was in training and as it is read back."""
     target = tiny_target(dims)
     vocab = DraftVocab(torch.tensor([3, 9, 7, 50, 13, 90, 2]), dims.vocab, "here")
-    head: Trainable = module.Trainable(target, vocab, 0)
+    head = Trainable(target, vocab, 0)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for tensor in head.tensors.values():
@@ -42,7 +38,7 @@ def saved(
 
 
 def check_same(head: Trainable, read: MtpHead, entry: int) -> None:
-    """Drafts behind entry `entry`: its own step with the target's hidden state, then on what the head itself
+    """Drafts after entry `entry`: its own step with the target's hidden state, then on what the head itself
     guessed."""
     hidden = hidden_states(head.target, TOKENS)
     with torch.no_grad():
@@ -102,28 +98,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("dims", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("entry", [0, 4])
-def test_a_head_drafts_as_it_was_trained(dims: ModelConfig, entry: int, tmp_path: Path) -> None:
-    check_same(*saved(tmp_path, dims), entry)
-
-
-FAULTS = {
-    "a step does not see its own earlier ones": ("scores += [(q * k).sum(dim=-1, keepdim=True) for k, _ in chain]",  # noqa: E501
-                                                 "scores += [(q * k).sum(dim=-1, keepdim=True) * 0 - 1e9 for k, _ in chain]"),  # noqa: E501
-    "an entry sees the one behind it": (".triu(1)", ".triu(2)"),
-    "all steps are at the first one's position": ("torch.arange(s, s + num, device=tokens.device)",
-                                                  "torch.arange(1, 1 + num, device=tokens.device)"),
-    "a step begins with the target's hidden state again": ("x = self._fused(state, ",
-    "x = self._fused(hidden[:, :num], "),
-    "the token before is fed": ("F.embedding(tokens[:, s : s + num]",
-    "F.embedding(tokens[:, s - 1 : s - 1 + num]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_forward_pass_that_drafts_otherwise_is_noticed(fault: str, tmp_path: Path) -> None:
-    with mutated(training_module, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
-        check_same(*saved(tmp_path, module=mutant), 4)
+def test_a_head_drafts_as_it_was_trained(dims: ModelConfig, tmp_path: Path) -> None:
+    for entry in (0, 4):
+        check_same(*saved(tmp_path, dims), entry)
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -145,11 +122,8 @@ def restored(folder: Path, change: Any) -> None:
 
 CONFIGS = {
     "another format": (lambda c: c.update(format="eagle"), "it is no penstock-mtp head"),
-    "a version to come": (lambda c: c.update(version=2), "version 2 is not known"),
     "another shape": (lambda c: c["target"].update(hidden=48), "hidden is 48, not 32"),
     "other weights": (lambda c: c.update(target_fingerprint="00"), "trained for other weights"),
-    "no depth": (lambda c: c.update(depth=0), "depth must be a positive whole number"),
-    "a map without a size": (lambda c: c.update(draft_vocab=0), "draft_vocab is 0, and there is a d2t"),
     "a map of another size": (lambda c: c.update(draft_vocab=8), "d2t has 7 entries, and draft_vocab is 8"),
     "an unknown form of map": (lambda c: c.update(d2t_form="delta"), "d2t_form is 'delta'"),
 }
@@ -161,31 +135,22 @@ TENSORS = {
     ),
     "a token twice": (lambda t: t["d2t"].__setitem__(2, 3), "d2t names token 3 more than once"),
     "a tensor less": (lambda t: t.pop("fc"), "missing tensors: fc"),
-    "a tensor more": (lambda t: t.update(lm_head=torch.zeros(3)), "unexpected tensors: lm_head"),
     "another shape": (lambda t: t.update(fc=torch.zeros(32, 32)), "fc is [32, 32], expected [32, 64]"),
-    "whole numbers": (lambda t: t.update(norm=torch.zeros(32, dtype=torch.int32)), "dtypes other than"),
     "no number": (lambda t: t["norm"].__setitem__(0, torch.nan), "not finite: norm"),
 }
 
 
-@pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
-    change, reason = CONFIGS[case]
+def test_a_config_or_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    rewritten(tmp_path, change)
-    with pytest.raises(ModelError) as refused:
-        read_head(tmp_path, tiny_target())
-    assert reason in str(refused.value)
-
-
-@pytest.mark.parametrize("case", TENSORS)
-def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
-    change, reason = TENSORS[case]
-    saved(tmp_path)
-    restored(tmp_path, change)
-    with pytest.raises(ModelError) as refused:
-        read_head(tmp_path, tiny_target())
-    assert reason in str(refused.value)
+    config, tensors = ((tmp_path / name).read_bytes() for name in (CONFIG_FILE, TENSORS_FILE))
+    for changed, cases in ((rewritten, CONFIGS), (restored, TENSORS)):
+        for change, reason in cases.values():
+            (tmp_path / CONFIG_FILE).write_bytes(config)
+            (tmp_path / TENSORS_FILE).write_bytes(tensors)
+            changed(tmp_path, change)
+            with pytest.raises(ModelError) as refused:
+                read_head(tmp_path, tiny_target())
+            assert reason in str(refused.value)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -193,12 +158,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / TENSORS_FILE).write_bytes(b"\xff" * 100)
     with pytest.raises(ModelError, match="damaged"):
         read_head(tmp_path, tiny_target())
-
-
-def test_a_head_is_of_one_target_and_of_all_forms_of_it(tmp_path: Path) -> None:
-    saved(tmp_path)
-    with pytest.raises(ModelError, match="other weights"):
-        read_head(tmp_path, tiny_target(seed=1))
 
 
 def test_a_map_of_offsets_is_made_absolute(tmp_path: Path) -> None:

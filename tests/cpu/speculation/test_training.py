@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ConfigError
 from penstock.models.progress import silent
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, read_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.tiny_models import write_tiny_model
-from tests.support.contiguous_kv import ContiguousKv, forward
+from tests.support.contiguous_kv import ContiguousKv, logits_of
 from tests.support.tiny_target import tiny_target, written
 from train_mtp.__main__ import main
 from train_mtp.training import (
@@ -64,11 +63,6 @@ def test_the_loss_falls_and_more_drafts_are_kept_of_text_that_was_not_trained_on
     assert trained.kept > untrained.kept
 
 
-def test_the_same_seed_gives_the_same_head() -> None:
-    first, second = learned(6)[0].head.tensors, learned(6)[0].head.tensors
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_a_run_that_was_ended_goes_on_where_it_was() -> None:
     whole, _ = learned(8)
     half, _ = learned(8, stop_at=4)
@@ -102,14 +96,6 @@ def test_a_run_by_the_clock_ends_in_time_with_the_rate_of_its_end(times: list[fl
     assert all(rate <= CONFIG.learning_rate for rate in rates)
 
 
-def test_a_run_by_the_clock_goes_on_with_the_rate_it_had() -> None:
-    now_s = [7.0]
-    done = by_clock(60.0, before=0.5, clock=lambda: now_s[0])
-    assert done(3) == 0.5
-    now_s[0] += 30.0
-    assert done(4) == 0.75
-
-
 def test_hidden_states_are_those_of_the_forward_pass() -> None:
     """Of every text of a batch, whatever its neighbours and its padding are."""
     target = tiny_target()
@@ -117,9 +103,7 @@ def test_hidden_states_are_those_of_the_forward_pass() -> None:
     hidden = hidden_states(target, torch.tensor(texts))
     logits = Trainable(target, None, 0).target_logits(hidden)
     for row, text in zip(logits, texts, strict=True):
-        torch.testing.assert_close(
-            row, forward(target, ContiguousKv(target.config, target.rope), text), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(row, logits_of(target, text), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_as_far_as_it_covers(
@@ -143,28 +127,12 @@ def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_a
     assert found["half"].rates[0] == pytest.approx(float((firsts % 2 == 0).double().mean()))
 
 
-def test_texts_too_short_to_learn_from_are_left_out_and_none_at_all_is_refused() -> None:
-    target = tiny_target()
-    short = [text._replace(tokens=text.tokens[:3]) for text in written(target, 4, 8, 1)]
-    assert batches(short, target, CONFIG, silent) == []
-    with pytest.raises(ConfigError, match="no text"):
-        Training(Trainable(target, None, 0), [], CONFIG, 1)
-
-
-def test_a_batch_has_no_more_tokens_than_it_may_and_every_text_once() -> None:
-    target = tiny_target()
-    texts = [text for length in (9, 17, 24) for text in written(target, 10, length, length)]
-    made = batches(texts, target, TrainingConfig(depth=2, batch_tokens=64), silent)
-    assert all(batch.tokens.numel() <= 64 for batch in made)
-    found = [
-        tuple(row[:length].tolist())
-        for batch in made
-        for row, length in zip(batch.tokens, batch.lengths, strict=True)
-    ]
-    assert sorted(found) == sorted(tuple(text.tokens) for text in texts)
-
-
 # ------------------------------------------------------------------------------------------------ the command
+
+
+def words(**flags: object) -> list[str]:
+    """As they stand in a command."""
+    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
@@ -172,34 +140,8 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
 ) -> None:
     """Text by the engine, a few steps, a measurement; then once more with what was kept of it."""
     model, out, work = write_tiny_model(tmp_path / "model"), tmp_path / "head", tmp_path / "work"
-    flags = [
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        "--work",
-        str(work),
-        "--max-batch",
-        "16",
-        "--text-len",
-        "200",
-    ]
-    flags += [
-        "--tokens",
-        "5000",
-        "--minutes",
-        "10",
-        "--steps",
-        "3",
-        "--batch-tokens",
-        "1024",
-        "--draft-vocab",
-        "100",
-        "--depth",
-        "2",
-    ]
+    flags = words(model=model, device="cpu", out=out, work=work, max_batch=16, text_len=200, tokens=5000)
+    flags += words(minutes=10, steps=3, batch_tokens=1024, draft_vocab=100, depth=2)
     assert main(flags) == 0
     said = capsys.readouterr().out
     assert (
@@ -210,7 +152,7 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
     assert stated["draft_vocab"] == 100 and stated["depth"] == 2 and stated["notes"]["steps"] == 3
     assert sorted(file.name for file in out.iterdir()) == [CONFIG_FILE, TENSORS_FILE]
     texts = (work / "texts.pt").read_bytes()
-    assert main([*flags[:-6], "--steps", "5", *flags[-4:], "--batch-tokens", "1024"]) == 0
+    assert main([*flags, "--steps", "5"]) == 0
     assert "going on behind step 3" in capsys.readouterr().out
     assert (work / "texts.pt").read_bytes() == texts, "text that is there is not written again"
     other = write_tiny_model(tmp_path / "other")
@@ -227,20 +169,7 @@ def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None
     model, out = write_tiny_model(tmp_path / "model"), tmp_path / "head"
     text = tmp_path / "text.txt"
     text.write_text("A penstock lets water through. " * 200)
-    flags = [
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        "--text",
-        str(text),
-        "--text-len",
-        "64",
-        "--steps",
-        "2",
-    ]
+    flags = words(model=model, device="cpu", out=out, text=text, text_len=64, steps=2)
     assert main([*flags, "--draft-vocab", "0"]) == 0
     assert not (out / "work").exists()
     target = load_target(Config(ModelSource(str(model), device="cpu")), silent)
@@ -263,19 +192,6 @@ def test_numbers_that_cannot_be_are_refused(
 
 
 def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
-    sizes = (
-        "--steps",
-        "1",
-        "--minutes",
-        "0.2",
-        "--tokens",
-        "600",
-        "--text-len",
-        "64",
-        "--batch-tokens",
-        "256",
-        "--max-batch",
-        "8",
-    )
-    model = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu")
+    sizes = words(steps=1, minutes=10, tokens=600, text_len=64, batch_tokens=256, max_batch=8)
+    model = words(model="tiny-llama", load_format="dummy", device="cpu")
     assert main(["--out", str(tmp_path / "head"), *sizes, *model]) == 0

@@ -43,34 +43,10 @@ def test_the_longest_run_that_was_seen_before_is_continued(
         assert proposer.propose(tokens[:size], k) == expected(tokens[:size], k)
 
 
-def test_a_run_that_begins_with_the_text_is_as_long_as_any_other() -> None:
-    assert NgramProposer().propose([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == (7,)
-    shared = SharedTexts()
-    shared.add(b"a", [6, 1, 2, 3, 5])
-    assert NgramProposer(b"a", shared).propose([1, 2, 3, 7, 1, 2, 3], 1) == (7,), (
-        "as long as that of another text"
-    )
-
-
 def test_a_text_that_grows_beyond_its_buffer_is_still_searched_from_its_beginning() -> None:
     proposer, text = NgramProposer(), [1, 2, 3, *range(10, 500)]
     assert proposer.propose(text[:8], 1) == ()
     assert proposer.propose([*text, 1, 2], 1) == (3,)
-
-
-def test_a_single_token_in_common_is_no_match() -> None:
-    assert NgramProposer().propose([1, 2, 3, 1], 4) == ()
-
-
-def test_a_proposal_is_a_point_mass_of_at_most_as_many_tokens_as_asked_for() -> None:
-    proposer = NgramProposer()
-    found = proposer.propose([1, 2, 3, 4, 5, 1, 2], 2)
-    assert found == (3, 4)
-    assert proposer.propose([1, 2, 3, 4, 5, 1, 2], 0) == ()
-
-
-def test_a_repetition_goes_on_beyond_its_end() -> None:
-    assert NgramProposer().propose([7, 8, 9, 7, 8, 9, 7, 8], 7) == (9, 7, 8, 9, 7, 8, 9)
 
 
 def test_no_more_than_the_last_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +77,6 @@ def test_a_text_is_taken_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------- shared
 
 TEXT = list(range(10, 40))
-
-
-def test_a_recent_request_of_the_same_scope_is_continued() -> None:
-    shared = SharedTexts()
-    NgramProposer(b"a", shared).end(TEXT)
-    assert NgramProposer(b"a", shared).propose([99, 20, 21, 22], 3) == (23, 24, 25)
 
 
 def test_nothing_crosses_scopes() -> None:
@@ -143,12 +113,6 @@ def test_the_longer_match_wins_and_of_equals_the_requests_own() -> None:
     proposer = NgramProposer(b"a", shared)
     assert proposer.propose([3, 4, 60, 1, 2, 3, 4], 2) == (50, 51), "four tokens in common, against two"
     assert NgramProposer(b"a", shared).propose([1, 2, 3, 4, 70, 1, 2, 3, 4], 2) == (70, 1)
-
-
-def test_one_token_more_in_common_is_enough() -> None:
-    shared = SharedTexts()
-    shared.add(b"a", [9, 1, 2, 5])
-    assert NgramProposer(b"a", shared).propose([8, 7, 1, 2, 0, 6, 9, 1, 2], 1) == (5,)
 
 
 def test_runs_are_compared_up_to_their_most_and_no_further() -> None:
@@ -203,30 +167,12 @@ def test_a_bounded_number_of_scopes_is_kept() -> None:
     )
 
 
-def test_a_scope_whose_requests_end_is_in_use() -> None:
-    shared = SharedTexts(max_scopes=2)
-    for scope in (b"a", b"b", b"a", b"c"):
-        shared.add(scope, [1, 2, 3])
-    assert [len(shared.of(scope)) for scope in (b"a", b"b", b"c")] == [8, 0, 4]
-
-
 def test_of_a_long_request_the_end_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "OWN_TOKENS", 20)
     shared = SharedTexts()
     NgramProposer(b"a", shared).end(list(range(60)))
     assert num_kept(shared) == 20
     assert NgramProposer(b"a", shared).propose([57, 58], 1) == (59,)
-
-
-def test_a_scope_that_was_forgotten_begins_anew() -> None:
-    """Also what nobody had asked for yet is gone: else it would stay in memory, and come back with the
-    scope's next text."""
-    shared = SharedTexts(max_scopes=1)
-    shared.add(b"a", TEXT)
-    shared.add(b"b", TEXT)
-    shared.add(b"a", [1, 2, 3])
-    assert shared.of(b"a").tolist()[:-1] == [1, 2, 3]
-    assert NgramProposer(b"a", shared).propose([20, 21], 1) == ()
 
 
 def test_nothing_is_proposed_across_the_end_of_a_text() -> None:

@@ -82,9 +82,9 @@ class HeadGuesser:
     """A multi-token-prediction head over the target's hidden states."""
 
     def __init__(self, head: MtpHead, attention: Attention) -> None:
+        """`attention` is the target's, which has one layer more for the head."""
         self._head, self.attention = head, attention
-        attention.blank_from = attention.arena.shape[1] - 1
-        self._own = attention.arena[:, attention.blank_from :]
+        self._layer = attention.arena.shape[1] - 1
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
 
@@ -92,7 +92,7 @@ class HeadGuesser:
         self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
 
     def blank(self, flow: Flow) -> None:
-        blank(self._own, flow.bound_inputs().write_at)
+        blank(self.attention.arena[:, self._layer :], flow.bound_inputs().write_at)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, drafts: Drafts) -> _Guess:
         guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
@@ -105,7 +105,7 @@ class HeadGuesser:
 
     def _kv(self, inputs: StepInputs) -> BoundKv:
         """The head's only layer is the last one of the arena."""
-        return BoundKv(self.attention, inputs, self.attention.blank_from)
+        return BoundKv(self.attention, inputs, self._layer)
 
 
 class ModelGuesser:
@@ -114,7 +114,6 @@ class ModelGuesser:
     def __init__(self, draft: DraftModel, attention: Attention) -> None:
         """`attention` is over the model's own part of the arena."""
         self._draft, self.attention = draft, attention
-        attention.blank_from = 0
         self.max_position = draft.model.config.max_position
         self.target_ids: Tensor | None = None
 
@@ -264,7 +263,8 @@ class DraftPass(Pass):
             return nexts, torch.arange(size, device=device), rows
 
         def run(flow: Flow, tensors: tuple[Tensor, ...]) -> None:
-            self.drafts.run(flow, *tensors, num_drafts, choice)
+            nexts, lasts, rows = tensors
+            self.drafts.run(flow, nexts, lasts, rows, num_drafts, choice)
 
         return self._replays.get_pass(bucket, choice, room, run)
 
@@ -313,7 +313,8 @@ def _fill(step: Step, captured: CapturedPass) -> None:
     made, step.outputs.made = step.outputs.made, None
     assert made is not None
     rows = step.flow.bound_inputs().sample_rows
-    triton_steps.fill_pass(made.tokens, made.lasts, rows, captured.tensors)
+    nexts_into, lasts_into, rows_into = captured.tensors
+    triton_steps.fill_pass(made.tokens, made.lasts, rows, (nexts_into, lasts_into, rows_into))
 
 
 def blank(arena: Tensor, write_at: Tensor) -> None:

@@ -349,7 +349,7 @@ class Packer:
     def _blank(self, bucket: Shape) -> NDArray[np.int32]:
         """The inputs of a decode step without requests, but for its tables."""
         blank = np.empty(bucket.fixed_ints, np.int32)
-        parts = _Parts(*(blank[start:end] for start, end in pairwise((0, *bucket.cuts()))), blank[:0])
+        parts = _Parts(*(blank[start:end] for start, end in pairwise((0, *bucket.cuts(), len(blank)))))
         parts.tokens[:] = parts.positions[:] = parts.table_starts[:] = 0
         parts.write_at[:] = self._padding_slot * self.block_tokens
         parts.q_starts[:], parts.sample_at[:] = np.arange(len(parts.q_starts)), np.arange(len(parts.rows))

@@ -4,7 +4,7 @@ parameters and keys of draws, on the device the last token, counts for penalties
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -249,14 +249,7 @@ def drafts_of(step_tokens: Tensor, starts: Tensor, num_drafts: int) -> Tensor:
 
 
 def kept_tokens(
-    starts: Tensor,
-    lengths: Tensor,
-    num_drafts: int,
-    step_tokens: Tensor,
-    chosen: Tensor,
-    rows: Tensor,
-    pending: Tensor,
-    rejected: Tensor,
+    drafting: DraftedInputs, chosen: Tensor, rows: Tensor, pending: Tensor, rejected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """For each group its accepted drafts, those equal to `chosen` [S], and the token after them: int32 [S],
     then `NO_TOKEN`; and int64 [G], the last sample of each. Writes the last token to column 0 of `pending`
@@ -264,11 +257,10 @@ def kept_tokens(
     if chosen.is_cuda:
         from penstock.engine.execution import triton_steps
 
-        return triton_steps.kept_tokens(
-            starts, lengths, num_drafts, step_tokens, chosen, rows, pending, rejected
-        )
+        return triton_steps.kept_tokens(drafting, chosen, rows, pending, rejected)
+    starts, lengths, num_drafts = drafting.starts, drafting.lengths, drafting.num_drafts
     at, places = starts.long(), torch.arange(len(chosen), device=chosen.device)
-    drafts = drafts_of(step_tokens, starts, num_drafts)
+    drafts = drafts_of(drafting.tokens, starts, num_drafts)
     # the target's own choice at the position of each draft
     target = drafts_of(chosen, starts - 1, num_drafts)
     is_real = torch.arange(num_drafts, device=chosen.device) < lengths[:, None]
@@ -384,10 +376,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """For each request its accepted drafts and the token after them: [S], or `NO_TOKEN`. And its last
         sample."""
-        starts, lengths, num_drafts = drafting.starts, drafting.lengths, drafting.num_drafts
-        tokens, lasts = kept_tokens(
-            starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected
-        )
+        tokens, lasts = kept_tokens(drafting, chosen, rows, self.pending, self.rejected)
         if counts_tokens:
             kept = (tokens >= 0).to(torch.int32)
             self._counts.index_put_((rows.long(), tokens.long().clamp(min=0)), kept, accumulate=True)
@@ -402,23 +391,11 @@ class Sampler:
         drafting: DraftedInputs | None = None,
     ) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
-        temperature, top_p, min_p, presence, frequency, repetition, biased, lacking = (
-            f[:, None] for f in floats
-        )
+        temperature, top_p, min_p, *penalties, biased, lacking = (f[:, None] for f in floats)
         if plan.ends:
             logits = self._without_ends(logits, rows, lacking, drafting)
         if plan.penalties:
-            counts = None
-            # drafts before a row count as emitted
-            if drafting is not None and drafting.num_drafts:
-                group_of, starts = drafting.group_of.long(), drafting.starts
-                before = counts_before(
-                    drafts_of(drafting.tokens, starts, drafting.num_drafts), logits.shape[-1]
-                )
-                # index of each sample in its group
-                places = torch.arange(len(rows), device=rows.device) - starts[group_of]
-                counts = self._counts[rows.long()] + before[group_of, places]
-            logits = self._penalise(logits, rows, presence, frequency, repetition, counts)
+            logits = self._penalise(logits, rows, penalties, self._counted(rows, drafting))
         if plan.biases:
             # Each token of a row has one bias; the unused zeros change nothing, in any order.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
@@ -431,15 +408,18 @@ class Sampler:
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if not plan.filters:
             return torch.where(scores >= floor, scores + noise, -torch.inf).argmax(dim=-1)
-        ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
-        top_k = params[NUM_FLOATS][:, None]
-        place = torch.arange(scores.shape[-1], device=scores.device)[None, :]
-        keep = (place < torch.where(top_k > 0, top_k, scores.shape[-1])) & (ranked >= floor)
-        shares = torch.where(keep, ranked, -torch.inf).softmax(dim=-1)
-        keep &= shares.cumsum(dim=-1) - shares < top_p
-        keep[:, 0] = True  # rounding never empties the choice
-        best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
-        return ids.gather(1, best)[:, 0]
+        return _filtered(scores, noise, floor, params[NUM_FLOATS][:, None], top_p)
+
+    def _counted(self, rows: Tensor, drafting: DraftedInputs | None) -> Tensor:
+        """int32 [S, vocab]: generated tokens before each row. Drafts before a row count as emitted."""
+        counts = self._counts[rows.long()]
+        if drafting is None or not drafting.num_drafts:
+            return counts
+        group_of, starts = drafting.group_of.long(), drafting.starts
+        before = counts_before(drafts_of(drafting.tokens, starts, drafting.num_drafts), counts.shape[-1])
+        # index of each sample in its group
+        places = torch.arange(len(rows), device=rows.device) - starts[group_of]
+        return counts + before[group_of, places]
 
     def _without_ends(
         self, logits: Tensor, rows: Tensor, lacking: Tensor, drafting: DraftedInputs | None
@@ -462,21 +442,24 @@ class Sampler:
         shift = (self.rejected[rows] * drafting.unsure).long()
         return keys.view(-1, 2, len(rows)).gather(0, shift.expand(1, 2, -1))[0]
 
-    def _penalise(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        presence: Tensor,
-        frequency: Tensor,
-        repetition: Tensor,
-        counts: Tensor | None = None,
-    ) -> Tensor:
-        """`counts`: tokens before each row; None: those of its request."""
-        counts = self._counts[rows.long()] if counts is None else counts
+    def _penalise(self, logits: Tensor, rows: Tensor, penalties: Sequence[Tensor], counts: Tensor) -> Tensor:
+        presence, frequency, repetition = penalties
         seen = (counts > 0) | self._in_prompt[rows.long()]
         damped = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen & (repetition != 1.0), damped, logits)
         return logits - frequency * counts - presence * (counts > 0)
+
+
+def _filtered(scores: Tensor, noise: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The choice among tokens that top-k, top-p and `floor` leave."""
+    ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(scores.shape[-1], device=scores.device)[None, :]
+    keep = (place < torch.where(top_k > 0, top_k, scores.shape[-1])) & (ranked >= floor)
+    shares = torch.where(keep, ranked, -torch.inf).softmax(dim=-1)
+    keep &= shares.cumsum(dim=-1) - shares < top_p
+    keep[:, 0] = True  # rounding never empties the choice
+    best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
+    return ids.gather(1, best)[:, 0]
 
 
 def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top: int) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.config import MAX_DRAFTS
-from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.batch import DraftedInputs, StepInputs
 
 _TILE = 1024
 _BLOCK = 1024
@@ -84,19 +84,13 @@ def _keep_kernel(
 
 
 def kept_tokens(
-    starts: Tensor,
-    lengths: Tensor,
-    num_drafts: int,
-    step_tokens: Tensor,
-    chosen: Tensor,
-    rows: Tensor,
-    pending: Tensor,
-    rejected: Tensor,
+    drafting: DraftedInputs, chosen: Tensor, rows: Tensor, pending: Tensor, rejected: Tensor
 ) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(len(chosen), dtype=torch.int32, device=chosen.device)
-    lasts = torch.empty(len(starts), dtype=torch.int64, device=chosen.device)
-    _keep_kernel[(len(starts),)](
-        starts, lengths, step_tokens, chosen, rows, pending, rejected, tokens, lasts, pending.stride(0),
+    lasts = torch.empty(len(drafting.starts), dtype=torch.int64, device=chosen.device)
+    _keep_kernel[(len(lasts),)](
+        drafting.starts, drafting.lengths, drafting.tokens, chosen, rows, pending, rejected, tokens, lasts,
+        pending.stride(0),
         PLACES=_PLACES,
     )  # fmt: skip
     return tokens, lasts
@@ -117,9 +111,7 @@ def _fill_kernel(
     tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=inside, other=0), mask=inside)
 
 
-def fill_pass(
-    tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, ...]) -> None:
     """Fill the inputs of a captured pass: `into` are its next tokens, last places and rows. A padding request
     copies the first request in everything: it writes to the same row, so it must draw the same drafts."""
     num_groups = len(tokens) if lasts is None else len(lasts)

@@ -32,74 +32,62 @@ def replays() -> Replays:
     return Replays(unused, unused, packer, unused, cuda_buckets(256, 8192), lambda: ())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num", [2, 5, 16])
-def test_a_step_with_a_long_sequence_has_a_replay_of_its_own(replays: Replays, num: int) -> None:
-    size = next(size for size in (2, 4, 8, 16) if size >= num)
-    short, long = [DEEP_TOKENS] * num, [*[100] * (num - 1), DEEP_TOKENS + 1]
-    assert replays.bucket_for(plan_of(*short)) == Shape(size, size, size)
-    assert replays.bucket_for(plan_of(*long)) == Shape(size, size, size, deep=True)
+def bucket(replays: Replays, plan: StepPlan) -> Shape:
+    shape = replays.bucket_for(plan)
+    assert shape is not None
+    return shape
 
 
-def test_one_alone_and_many_together_have_one_replay_whatever_their_length(replays: Replays) -> None:
-    for num in (1, MOST_DEEP + 1, 200):
-        shape = replays.bucket_for(plan_of(*[DEEP_TOKENS + 1] * num))
-        assert shape is not None and shape.num_chunks >= num and not shape.deep
-
-
-def test_a_short_prompt_never_has_a_replay_of_long_decodes(replays: Replays) -> None:
-    assert replays.bucket_for(plan_of(DEEP_TOKENS + 400, num_tokens=16)) == Shape(16, 1, 1)
+def test_a_few_decodes_with_a_long_sequence_have_a_replay_of_their_own(replays: Replays) -> None:
+    for num, size in ((2, 2), (5, 8), (16, 16)):
+        short, long = [DEEP_TOKENS] * num, [*[100] * (num - 1), DEEP_TOKENS + 1]
+        assert bucket(replays, plan_of(*short)) == Shape(size, size, size)
+        assert bucket(replays, plan_of(*long)) == Shape(size, size, size, deep=True)
+    for num in (1, MOST_DEEP + 1, 200):  # alone, and many together
+        shape = bucket(replays, plan_of(*[DEEP_TOKENS + 1] * num))
+        assert shape.num_chunks >= num and not shape.deep
+    assert bucket(replays, plan_of(DEEP_TOKENS + 400, num_tokens=16)) == Shape(16, 1, 1), "a short prompt"
 
 
 def beside(num_decodes: int, *prompts: int, longest: int = 100) -> StepPlan:
     """Decodes, the first over `longest` tokens, and prompts of so many."""
     decodes = plan_of(*[longest] * (num_decodes > 0), *[100] * (num_decodes - 1)).chunks
-    others = (
-        chunk for number, length in enumerate(prompts) for chunk in plan_of(length, num_tokens=length).chunks
-    )
+    others = (chunk for length in prompts for chunk in plan_of(length, num_tokens=length).chunks)
     return StepPlan(1, (*decodes, *others), num_decodes)
 
 
-@pytest.mark.parametrize(
-    ("num_decodes", "prompts"),
-    [(1, [2]), (8, [64]), (9, [300]), (31, [16] * 8), (255, [256]), (255, [256] * 8)],
-)
-def test_prompts_beside_decodes_have_the_smallest_replay_that_holds_both(
-    replays: Replays, num_decodes: int, prompts: list[int]
-) -> None:
-    shape = replays.bucket_for(beside(num_decodes, *prompts))
-    assert shape is not None and not shape.deep
-    held = [
-        one
-        for one in replays.buckets
-        if one.num_beside >= num_decodes
-        and one.num_tokens - one.num_beside >= sum(prompts)
-        and one.num_chunks - one.num_beside >= len(prompts)
-        and not one.deep
-    ]
-    assert shape in held and shape.num_tokens == min(one.num_tokens for one in held)
+def test_prompts_beside_decodes_have_the_smallest_replay_that_holds_both(replays: Replays) -> None:
+    for num_decodes, prompts in ((1, [2]), (9, [300]), (31, [16] * 8), (255, [256] * 8)):
+        shape = bucket(replays, beside(num_decodes, *prompts))
+        held = [
+            one
+            for one in replays.buckets
+            if one.num_beside >= num_decodes
+            and one.num_tokens - one.num_beside >= sum(prompts)
+            and one.num_chunks - one.num_beside >= len(prompts)
+            and not one.deep
+        ]
+        assert shape in held and shape.num_tokens == min(one.num_tokens for one in held)
 
 
 def test_a_prompt_beside_long_decodes_has_a_replay_of_its_own_unless_it_is_long(replays: Replays) -> None:
     for num, length in ((1, 2), (8, 300), (32, MOST_DEEP_PROMPT)):
-        shape = replays.bucket_for(beside(num, length, longest=DEEP_TOKENS + 1))
-        assert shape is not None and shape.deep and shape.num_chunks == shape.num_beside + 1
-    several, many = beside(3, 20, 30, longest=DEEP_TOKENS + 1), beside(33, 20, longest=DEEP_TOKENS + 1)
-    for plan in (several, many):
-        shape = replays.bucket_for(plan)
-        assert shape is not None and not shape.deep
+        shape = bucket(replays, beside(num, length, longest=DEEP_TOKENS + 1))
+        assert shape.deep and shape.num_chunks == shape.num_beside + 1
+    for num, prompts in ((3, [20, 30]), (33, [20])):  # several prompts, many decodes
+        assert not bucket(replays, beside(num, *prompts, longest=DEEP_TOKENS + 1)).deep
     assert replays.bucket_for(beside(3, MOST_DEEP_PROMPT + 1, longest=DEEP_TOKENS + 1)) is None
-    assert replays.bucket_for(beside(3, MOST_DEEP_PROMPT + 1, longest=DEEP_TOKENS)) is not None
+    bucket(replays, beside(3, MOST_DEEP_PROMPT + 1, longest=DEEP_TOKENS))
 
 
 def test_one_prompt_alone_has_replays_of_its_own_and_several_those_beside_decodes(replays: Replays) -> None:
     for longest in (100, DEEP_TOKENS + 1):
-        alone = replays.bucket_for(plan_of(longest, num_tokens=50))
-        assert alone == Shape(64, 1, 1)
-    several = replays.bucket_for(beside(0, 20, 30, 10))
-    assert several is not None and (several.num_beside, several.num_tokens) == (8, 8 + 64)
+        assert bucket(replays, plan_of(longest, num_tokens=50)) == Shape(64, 1, 1)
+    several = bucket(replays, beside(0, 20, 30, 10))
+    assert (several.num_beside, several.num_tokens) == (8, 8 + 64)
 
 
 def test_what_no_replay_holds_runs_eagerly(replays: Replays) -> None:
-    assert replays.bucket_for(beside(3, *[16] * 9)) is None, "too many prompts"
-    assert replays.bucket_for(beside(3, 2049)) is None, "too long a prompt"
-    assert replays.bucket_for(beside(256, 16)) is None, "too many decodes"
+    """Too many prompts, too long a prompt, too many decodes."""
+    for plan in (beside(3, *[16] * 9), beside(3, 2049), beside(256, 16)):
+        assert replays.bucket_for(plan) is None

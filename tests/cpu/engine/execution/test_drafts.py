@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.batch import DraftedInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws, draw_keys
 from penstock.engine.execution.sampler import NUM_FLOATS, Rows, Sampler, counts_before, kept_tokens
 from penstock.engine.execution.sampler import draw_keys as host_keys
 from penstock.engine.execution.staging import Uploads
 from penstock.lanes.cpu import CpuLane
-from tests.cpu.engine.execution.sampler_on_lane import OnLane
+from tests.cpu.engine.execution.sampler_on_lane import OnLane, start_of
 
 # Four requests with 3, 1, 2 and 0 drafts. A draft behind a rejected one may be right: it is not kept.
 TOKENS = [7, 4, 5, 6, 7, 9, 7, 7, 8, 7]
@@ -29,7 +28,8 @@ def test_drafts_are_kept_up_to_the_first_that_differs() -> None:
     starts, lengths, step, chosen, rows = (
         torch.tensor(one, dtype=torch.int32) for one in (STARTS, LENGTHS, TOKENS, CHOSEN, ROWS)
     )
-    tokens, lasts = kept_tokens(starts, lengths, 3, step, chosen.long(), rows, pending, rejected)
+    drafting = DraftedInputs(rows, rows, starts, lengths, step, num_drafts=3, num_unsure=0)
+    tokens, lasts = kept_tokens(drafting, chosen.long(), rows, pending, rejected)
     assert tokens.tolist() == [4, 1, -1, -1, 9, 3, 7, 2, -1, 6] and lasts.tolist() == [1, 5, 7, 9]
     assert pending[:, 0].tolist() == [6, 0, 3, 2, 0, 1] and rejected.tolist() == [0, 9, 0, 1, 9, 2]
 
@@ -44,17 +44,12 @@ def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> No
     """A step verifies two drafts; of the three tokens some are none. The next step is penalised for what was
     kept, and nothing else: not for the first token of the vocabulary either, which is where no token would be
     written down."""
-    sampling = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=1.0)
-    rows, sampler, start = Rows(1), OnLane(1, 6), Start.of(0, Request("r", (5,), sampling))
-    rows.start(start)
-    sampler.start(start)
+    on = OnLane(1, 6)
+    on.begin(0, (5,), temperature=0.0, frequency_penalty=1.0)
 
-    def sampled(logits: torch.Tensor, first: int, drafting: DraftedInputs | None = None) -> list[int]:
+    def sampled(logits: torch.Tensor, first: int, *more: DraftedInputs | None) -> list[int]:
         num = len(logits)
-        plan = rows.sample_plan(np.zeros(num, np.int32), np.arange(first, first + num, dtype=np.int32))
-        assert plan.params is not None
-        at = torch.zeros(num, dtype=torch.int32)
-        return sampler.sample(logits, at, plan, torch.from_numpy(plan.params), None, drafting).tokens.tolist()
+        return on.draw(logits, [0] * num, range(first, first + num), *more).tokens.tolist()
 
     step = [5, *[1, 2][:num_right], *[4, 4][num_right:]]  # the last token and two drafts
     zero, two = torch.zeros(3, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
@@ -62,7 +57,7 @@ def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> No
         zero, zero, zero[:1], two, torch.tensor(step, dtype=torch.int32), num_drafts=2, num_unsure=0
     )
     kept = [1, 2, 3][: num_right + 1]
-    assert sampled(torch.eye(6)[[1, 2, 3]] * 9, 0, drafting) == kept + [-1] * (2 - num_right)
+    assert sampled(torch.eye(6)[[1, 2, 3]] * 9, 0, None, drafting) == kept + [-1] * (2 - num_right)
     level = torch.full((1, 6), 3.0) - torch.arange(6) / 10  # the lowest of equals in what they were counted
     assert sampled(level, 3) == [0], "it was never chosen"
     assert sampled(level, 4) == [min({1, 2, 3, 4} - set(kept))]
@@ -91,10 +86,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_draft_is_drawn_as_the_sampler_draws(option: str, vocab: int) -> None:
     """From the same scores the same token, for every draw."""
-    num, sampling = 300, SamplingParams(max_tokens=8, seed=-7, **{"temperature": 1.0, **OPTIONS[option]})
+    num = 300
     logits = torch.randn((num, vocab), generator=torch.Generator().manual_seed(1)) * 3
-    rows, start = Rows(1), Start.of(0, Request("r", (1, 2), sampling))
-    rows.start(start)
+    rows = Rows(1)
+    rows.start(start_of(0, (1, 2), **{"seed": -7, **OPTIONS[option]}))
     plan = rows.sample_plan(np.zeros(num, np.int32), np.arange(num, dtype=np.int32))
     lane = CpuLane("compute", around=torch.inference_mode)
     uploads = Uploads(torch.device("cpu"), lane)

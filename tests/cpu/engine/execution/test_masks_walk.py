@@ -148,7 +148,7 @@ def lane() -> Iterator[CpuLane]:
     lane.close(10.0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_masks_are_those_of_the_answers_so_far_whatever_rows_they_had(seed: int, lane: CpuLane) -> None:
     grammars = Grammars(ByteTokenizer(258), 258, [])
     world = World(grammars, lane, random.Random(seed))

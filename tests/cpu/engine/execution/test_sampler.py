@@ -1,302 +1,243 @@
-"""The sampler against exact distributions: what is chosen, how often, and that neighbours in the batch do not
-matter."""
+"""The sampler against exact distributions: parameters alone and together, in a stated order; a row depends on
+nothing but its own request."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.contract import Request, SamplingParams, Start
-from penstock.engine.execution.sampler import Rows, SampleOutput, gumbel_noise, packed_width, token_logprobs
-from penstock.errors import InvariantBroken
-from tests.cpu.engine.execution.sampler_on_lane import OnLane
-
-VOCAB = 12
-
-
-def sample_many(
-    logits: torch.Tensor,
-    num_draws: int,
-    prompt: tuple[int, ...] = (1,),
-    output: tuple[int, ...] = (),
-    **sampling: Any,
-) -> torch.Tensor:
-    """One request's next token, drawn at `num_draws` positions with everything else equal: counts by
-    token."""
-    rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(
-        0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output
-    )
-    counts = torch.zeros(VOCAB, dtype=torch.int64)
-    rows.start(start)
-    batch = 500
-    for first in range(0, num_draws, batch):
-        sampler.start(start)
-        plan = rows.sample_plan(np.zeros(batch, np.int32), np.arange(first, first + batch, dtype=np.int32))
-        params = None if plan.params is None else torch.from_numpy(plan.params)
-        found = sampler.sample(logits.expand(batch, -1), torch.zeros(batch, dtype=torch.int32), plan, params)
-        counts += torch.bincount(found.tokens.long(), minlength=VOCAB)
-    return counts
-
-
-def check_distribution(counts: torch.Tensor, expected: torch.Tensor) -> None:
-    """Pearson's statistic over what can happen, at one in ten thousand; what cannot happen never does."""
-    total = counts.sum()
-    assert bool((counts[expected == 0] == 0).all())
-    possible = expected > 0
-    statistic = (
-        ((counts[possible] - total * expected[possible]) ** 2 / (total * expected[possible])).sum().item()
-    )
-    degrees = int(possible.sum()) - 1
-    # Wilson and Hilferty's approximation of the quantile; 3.72 standard deviations.
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3 if degrees else 1e-9
-    assert statistic <= limit, (counts, expected * total)
-
-
-@pytest.fixture
-def logits() -> torch.Tensor:
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2
-
-
-def kept(probabilities: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    masked = torch.where(keep, probabilities, 0.0)
-    return masked / masked.sum()
-
-
-def test_temperature_follows_the_softmax(logits: torch.Tensor) -> None:
-    check_distribution(sample_many(logits, 20_000, temperature=0.7), (logits / 0.7).softmax(-1))
-
-
-def test_the_check_of_distributions_can_fail(logits: torch.Tensor) -> None:
-    with pytest.raises(AssertionError):
-        check_distribution(sample_many(logits, 20_000, temperature=0.7), (logits / 0.75).softmax(-1))
-
-
-@pytest.mark.parametrize("level", [1.0, -1.0])
-@pytest.mark.parametrize(
-    ("reward", "seen"),
-    [({"presence_penalty": -1.0}, 3), ({"frequency_penalty": -1.0}, 3), ({"repetition_penalty": 0.5}, 2)],
-    ids=["presence", "frequency", "repetition"],
+from penstock.contract import MAX_SEED
+from penstock.engine.execution.sampler import (
+    Rows,
+    SampleOutput,
+    SamplePlan,
+    draw_keys,
+    gumbel_noise,
+    packed_width,
+    token_logprobs,
 )
-def test_a_penalty_with_the_other_sign_favours_what_was_seen(
-    reward: dict[str, float], seen: int, level: float
-) -> None:
-    """Of tokens that are all as likely the first would be chosen; 2 is in the prompt, and 3 was generated."""
-    counts = sample_many(
-        torch.full((VOCAB,), level), 500, prompt=(2,), output=(3,), temperature=0.0, **reward
-    )
-    assert int(counts.argmax()) == seen
+from penstock.errors import InvariantBroken
+from tests.cpu.engine.execution.sampler_on_lane import OnLane, start_of
 
-
-def biased(logits: torch.Tensor, *biases: tuple[int, float]) -> torch.Tensor:
-    shifted = logits.clone()
-    for token, bias in biases:
-        shifted[token] += bias
-    return shifted
-
-
+VOCAB = 9
+LOGITS = torch.tensor([2.0, 1.6, 1.1, 0.6, 0.0, -0.5, -1.0, 3.0, -4.0])
+PROMPT, OUTPUT = (7, 0), (7, 7, 2)
+NUM_DRAWS = 3000
 BIASES = ((0, -1.5), (3, 2.0), (VOCAB - 1, -100.0))
 
+TEMPERATURES: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.5}, {"temperature": 2.0})
+FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"top_k": 5, "top_p": 0.8},
+    {"top_k": 5, "min_p": 0.3},
+    {"top_p": 0.9, "min_p": 0.25},
+    {"top_k": 6, "top_p": 0.85, "min_p": 0.1},
+)
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+    {"repetition_penalty": 0.7, "logit_bias": BIASES},
+    {"frequency_penalty": -1.0, "presence_penalty": -0.5},
+)
 
-def test_biases_shift_the_distribution(logits: torch.Tensor) -> None:
-    expected = (biased(logits, *BIASES) / 0.7).softmax(-1)
-    counts = sample_many(logits, 20_000, temperature=0.7, logit_bias=BIASES)
-    check_distribution(counts, torch.where(expected < 1e-30, 0.0, expected))
+
+def expected(how: dict[str, Any]) -> torch.Tensor:
+    """By definition, one step after the other: penalties, biases, temperature, then top-k, min-p and top-p of
+    what those leave."""
+    logits = LOGITS.double().tolist()
+    for token in range(VOCAB):
+        if token in {*PROMPT, *OUTPUT}:
+            factor = how.get("repetition_penalty", 1.0)
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        repeated = OUTPUT.count(token)
+        logits[token] -= how.get("frequency_penalty", 0.0) * repeated
+        logits[token] -= how.get("presence_penalty", 0.0) * (repeated > 0)
+    for token, bias in how.get("logit_bias", ()):
+        logits[token] += bias
+    scores = torch.tensor(logits, dtype=torch.float64) / how.get("temperature", 1.0)
+    order = scores.argsort(descending=True).tolist()
+    kept = [
+        token
+        for token in order[: how.get("top_k", VOCAB)]
+        if (scores[token] - scores[order[0]]).exp() >= how.get("min_p", 0.0)
+    ]
+    total, enough = 0.0, []
+    for token, share in zip(kept, scores[kept].softmax(-1).tolist(), strict=True):
+        if total < how.get("top_p", 1.0):
+            enough.append(token)
+        total += share
+    probabilities = torch.zeros(VOCAB, dtype=torch.float64)
+    probabilities[enough] = scores[enough].softmax(-1)
+    return torch.where(probabilities < 1e-30, 0.0, probabilities)
 
 
-def test_biases_come_before_filters_and_behind_penalties(logits: torch.Tensor) -> None:
-    p = biased(logits, *BIASES).softmax(-1)
-    check_distribution(
-        sample_many(logits, 20_000, top_k=4, logit_bias=BIASES),
-        kept(p, p >= p.sort(descending=True).values[3]),
+def drawn(how: dict[str, Any], logits: torch.Tensor = LOGITS) -> torch.Tensor:
+    on = OnLane(1, VOCAB)
+    on.begin(0, PROMPT, OUTPUT, **how)
+    found = on.draw(logits.expand(NUM_DRAWS, -1), [0] * NUM_DRAWS, range(NUM_DRAWS))
+    return torch.bincount(found.tokens.long(), minlength=VOCAB)
+
+
+def agrees(counts: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """What cannot happen never does, and what can is within five standard deviations."""
+    deviations = (counts - NUM_DRAWS * wanted).abs() / (NUM_DRAWS * wanted * (1 - wanted)).sqrt().clamp(
+        min=1e-9
     )
-    halved = torch.where(logits > 0, logits / 2, logits * 2)
-    penalised = torch.where(torch.arange(VOCAB) == 3, halved, logits)
-    counts = sample_many(
-        logits, 2000, prompt=(3,), temperature=0.0, repetition_penalty=2.0, logit_bias=((3, 1.0),)
-    )
-    assert counts.argmax() == biased(penalised, (3, 1.0)).argmax()
+    return bool((counts[wanted == 0] == 0).all() and (deviations[(wanted > 0) & (wanted < 1)] < 5).all())
 
 
-def test_a_bias_decides_a_greedy_choice_and_logprobs_are_the_models_own(logits: torch.Tensor) -> None:
-    least = int(logits.argmin())
-    rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(
-        0,
-        Request(
-            "r", (1,), SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logit_bias=((least, 100.0),))
-        ),
-        (),
-    )
-    rows.start(start)
-    sampler.start(start)
-    plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))
-    assert plan.params is not None
-    found = sampler.sample(
-        logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params)
-    )
-    assert found.tokens.tolist() == [least]
-    assert found.logprobs is not None and torch.equal(found.logprobs, logits.log_softmax(-1)[least][None])
-
-
-def test_biases_of_a_row_are_not_its_neighbours_nor_those_of_whoever_has_it_next(
-    logits: torch.Tensor,
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda penalty: " ".join(penalty) or "none")
+def test_any_parameters_together_give_the_distribution_that_each_of_them_says(
+    penalty: dict[str, Any],
 ) -> None:
-    """The row of the second request was another's, whose biases are still in it: nothing sets up a row that
-    needs no state."""
-    best, least = int(logits.argmax()), int(logits.argmin())
-    rows, sampler = Rows(2), OnLane(2, VOCAB)
-
-    def start(row: int, **sampling: Any) -> None:
-        begun = Start.of(
-            row, Request("r", (1,), SamplingParams(max_tokens=1, temperature=0.0, **sampling)), ()
-        )
-        rows.start(begun)
-        if sampling:
-            sampler.start(begun)
-
-    start(1, logit_bias=((least, 100.0),))
-    start(1)
-    start(0, logit_bias=((5, 100.0),))
-    plan = rows.sample_plan(np.array([0, 1], np.int32), np.zeros(2, np.int32))
-    assert plan.params is not None
-    found = sampler.sample(
-        logits.expand(2, -1), torch.tensor([0, 1], dtype=torch.int32), plan, torch.from_numpy(plan.params)
-    )
-    assert found.tokens.tolist() == [5, best]
-    start(0, logit_bias=((least, 1e-3),))  # fewer or smaller ones replace what was there
-    plan = rows.sample_plan(np.array([0], np.int32), np.zeros(1, np.int32))
-    assert plan.params is not None
-    assert sampler.sample(
-        logits[None], torch.tensor([0], dtype=torch.int32), plan, torch.from_numpy(plan.params)
-    ).tokens.tolist() == [best]
+    """And the comparison can fail: it does wherever leaving one out changes a probability by a tenth."""
+    for temperature, filtered in itertools.product(TEMPERATURES, FILTERS):
+        how = {**temperature, **filtered, **penalty}
+        counts = drawn(how)
+        assert agrees(counts, expected(how)), how
+        for left_out in how:
+            without = expected({name: value for name, value in how.items() if name != left_out})
+            if (without - expected(how)).abs().max() > 0.1:
+                assert not agrees(counts, without), (how, left_out)
 
 
-def test_top_k_keeps_exactly_k(logits: torch.Tensor) -> None:
-    p = logits.softmax(-1)
-    check_distribution(sample_many(logits, 20_000, top_k=4), kept(p, p >= p.sort(descending=True).values[3]))
-
-
-def test_top_k_keeps_exactly_k_even_among_equals() -> None:
-    counts = sample_many(torch.zeros(VOCAB), 2000, top_k=3)
-    assert counts.nonzero().flatten().tolist() == [0, 1, 2]
-
-
-def test_top_p_keeps_the_smallest_sufficient_set(logits: torch.Tensor) -> None:
-    p, ids = logits.softmax(-1).sort(descending=True)
-    keep = torch.zeros(VOCAB, dtype=torch.bool)
-    keep[ids[(p.cumsum(-1) - p) < 0.8]] = True
-    assert 1 < int(keep.sum()) < VOCAB
-    check_distribution(sample_many(logits, 20_000, top_p=0.8), kept(logits.softmax(-1), keep))
-
-
-def test_min_p_is_relative_to_the_likeliest(logits: torch.Tensor) -> None:
-    p = logits.softmax(-1)
-    keep = p >= 0.05 * p.max()
-    assert 1 < int(keep.sum()) < VOCAB
-    check_distribution(sample_many(logits, 20_000, min_p=0.05), kept(p, keep))
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
+def test_the_narrowest_settings_are_greedy_and_top_k_keeps_exactly_k_among_equals() -> None:
+    for how in (
         *({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}),
         # which divides by nothing so small, though it goes the long way
         {"temperature": 1e-38, "presence_penalty": 1e-9},
-    ],
-)
-def test_the_narrowest_settings_are_greedy(logits: torch.Tensor, sampling: dict[str, float]) -> None:
-    counts = sample_many(logits, 500, **sampling)
-    assert counts[logits.argmax()] == 500
+    ):
+        assert drawn(how, 4 * LOGITS)[7] == NUM_DRAWS, how
+    assert drawn({"top_k": 3}, torch.zeros(VOCAB)).nonzero().flatten().tolist() == [0, 1, 2]
+    for off in ({"top_k": -1}, {"top_k": 0}, {"top_k": VOCAB}):
+        assert drawn({**off, "top_p": 0.9}).tolist() == drawn({"top_p": 0.9}).tolist(), off
 
 
-def test_penalties_change_logits_as_defined(logits: torch.Tensor) -> None:
-    prompt, output = (0, 3), (3, 5, 5)
-    expected = logits.clone()
-    for token in {0, 3, 5}:
-        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
-    for token, count in ((3, 1), (5, 2)):
-        expected[token] -= 0.4 * count + 0.7
-    settings: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.7}
-    # The first draw of each batch of 500 sees the counts as given; within a batch they are read before they
-    # are raised.
-    check_distribution(sample_many(logits, 20_000, prompt, output, **settings), expected.softmax(-1))
+def test_a_bias_decides_a_greedy_choice_and_logprobs_are_the_models_own() -> None:
+    on = OnLane(1, VOCAB)
+    on.begin(0, temperature=0.0, logprobs=0, logit_bias=((8, 100.0),))
+    found = on.draw(LOGITS[None], [0], [0])
+    assert found.tokens.tolist() == [8]
+    assert found.logprobs is not None and torch.equal(found.logprobs, LOGITS.log_softmax(-1)[8][None])
 
 
-def test_generated_tokens_count_towards_penalties_at_once(logits: torch.Tensor) -> None:
-    rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(
-        0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ()
-    )
-    rows.start(start)
-    sampler.start(start)
-    found = []
-    expected, reference = [], logits.clone()
+def test_biases_of_a_row_are_not_those_of_its_neighbours_nor_of_its_next_request() -> None:
+    on, least = OnLane(2, VOCAB), 8
+    on.begin(1, temperature=0.0, logit_bias=((least, 100.0),))
+    on.rows.start(start_of(1, temperature=0.0))  # nothing sets up a row that needs no state
+    on.begin(0, temperature=0.0, logit_bias=((5, 100.0),))
+    assert on.draw(LOGITS.expand(2, -1), [0, 1], [0, 0]).tokens.tolist() == [5, 7]
+    on.begin(0, temperature=0.0, logit_bias=((least, 1e-3),))  # fewer or smaller ones replace what was there
+    assert on.draw(LOGITS[None], [0], [0]).tokens.tolist() == [7]
+
+
+def test_generated_tokens_count_towards_penalties_at_once() -> None:
+    on, found, wanted, reference = OnLane(1, VOCAB), [], [], LOGITS.clone()
+    on.begin(0, temperature=0.0, frequency_penalty=2.0)
     for position in range(6):
-        plan = rows.sample_plan(np.zeros(1, np.int32), np.array([position], np.int32))
-        found.append(
-            int(
-                sampler.sample(
-                    logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params)
-                ).tokens
-            )
-        )
-        expected.append(int(reference.argmax()))
-        reference[expected[-1]] -= 2.0
-    assert found == expected
-    assert len(set(found)) > 1
+        found += on.draw(LOGITS[None], [0], [position]).tokens.tolist()
+        wanted.append(int(reference.argmax()))
+        reference[wanted[-1]] -= 2.0
+    assert found == wanted and len(set(found)) > 1
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    logits = torch.randn(4, VOCAB)
-    rows = Rows(4)
-    settings: list[dict[str, Any]] = [
+    logits, on = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)), OnLane(4, VOCAB)
+    hows: tuple[dict[str, Any], ...] = (
         {},
         {"top_k": 3},
         {"temperature": 0.0},
         {"presence_penalty": 1.0, "top_p": 0.5},
-    ]
-    sampler = OnLane(4, VOCAB)
-    for row, extra in enumerate(settings):
-        start = Start.of(row, Request(str(row), (2,), SamplingParams(max_tokens=1, seed=row, **extra)), ())
-        rows.start(start)
-        sampler.start(start)
+    )
 
     def draw(which: list[int], position: int) -> list[int]:
-        index = np.array(which, np.int32)
-        plan = rows.sample_plan(index, np.full(len(which), position, np.int32))
-        params = None if plan.params is None else torch.from_numpy(plan.params)
-        sampler.forget()
-        return sampler.sample(logits[which], torch.from_numpy(index), plan, params).tokens.tolist()
+        for row, how in enumerate(hows):
+            on.begin(row, (2,), seed=row, **how)
+        return on.draw(logits[which], which, [position] * len(which)).tokens.tolist()
 
-    for position in range(50):
+    for position in range(30):
         together = draw([0, 1, 2, 3], position)
         assert together == [draw([row], position)[0] for row in range(4)]
         assert together[::-1] == draw([3, 2, 1, 0], position)
 
 
-def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
-    keys = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (2, 64)).astype(np.int32))
-    noise = gumbel_noise(keys, 4096)
-    assert bool(noise.isfinite().all())
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(1.6449, abs=0.03)
-    assert abs(torch.corrcoef(noise[:2])[0, 1].item()) < 0.06
+def test_a_row_that_is_used_again_is_as_one_that_is_new() -> None:
+    """Neither prompt, output nor parameters of the request before count."""
+    hows: tuple[dict[str, Any], ...] = (
+        *(
+            {"temperature": 0.0},
+            {},
+            {"top_k": 3},
+            {"top_p": 0.9, "min_p": 0.2},
+            {"logprobs": 4},
+            {"seed": -7},
+        ),
+        {"presence_penalty": 0.5, "frequency_penalty": -0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": ((3, 1.5), (0, -2.0))},
+    )
+
+    def told(plan: SamplePlan) -> tuple[object, ...]:
+        flags = plan.greedy, plan.penalties, plan.filters, plan.biases
+        return *flags, plan.num_logprobs, None if plan.params is None else plan.params.tolist()
+
+    for before, after in itertools.product(hows, hows):
+        new, used = Rows(1), Rows(1)
+        for rows, some in ((new, (after,)), (used, (before, after))):
+            for how in some:
+                rows.start(start_of(0, **how))
+        one, other = (
+            rows.sample_plan(np.zeros(1, np.int32), np.full(1, 9, np.int32)) for rows in (new, used)
+        )
+        assert told(one) == told(other), (before, after)
+    logits = torch.zeros(VOCAB)
+    logits[3], logits[4] = 1.0, 0.9
+    for penalty in ({"repetition_penalty": 4.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+        on = OnLane(1, VOCAB)
+        for prompt, output, token in (((3, 3), (3, 3), 4), ((8,), (), 3)):
+            on.begin(0, prompt, output, temperature=0.0, **penalty)
+            assert on.draw(logits[None], [0], [3]).tokens.tolist() == [token], penalty
 
 
-def test_logprobs_and_ranks_match_a_plain_log_softmax() -> None:
-    logits = torch.randn(5, VOCAB)
-    tokens = torch.tensor([0, 3, 7, 11, 2])
-    found = token_logprobs(logits, tokens, 4)
-    expected = logits.log_softmax(-1)
-    assert found.logprobs is not None and found.ranks is not None and found.top_ids is not None
-    assert torch.allclose(found.logprobs, expected[torch.arange(5), tokens])
-    order = expected.argsort(-1, descending=True)
-    assert found.ranks.tolist() == [(order[i] == tokens[i]).nonzero().item() + 1 for i in range(5)]
-    assert found.top_ids.tolist() == order[:, :4].tolist()
+def test_the_row_of_padding_asks_for_nothing() -> None:
+    """A padded step costs no more than its own requests do, whatever they ask for."""
+    on = OnLane(2, VOCAB)
+    plan = on.plan([2], [0])
+    assert (
+        plan.greedy
+        and not (plan.penalties or plan.filters)
+        and plan.num_logprobs == [-1]
+        and plan.params is None
+    )
+    on.begin(0, seed=1)
+    mixed = on.plan([0, 2], [0, 0])
+    assert mixed.params is not None and mixed.num_logprobs == [-1, -1]
+    assert mixed.params[5].view(np.float32).tolist() == [1.0, 1.0], (
+        "a repetition penalty of 0 would divide by it"
+    )
+
+
+def test_every_seed_and_every_position_draws_for_itself() -> None:
+    """Seeds that agree in their low or high words, or in their absolute value, and positions a power of two
+    apart."""
+    seeds = [0, 1, -1, 2, 2**31, 2**32, 2**32 + 1, -(2**32), 2**62, 2**63 - 1, -MAX_SEED, MAX_SEED - 2**32]
+    positions = [0, 1, 63, 64, 2**16, 2**16 + 1, 2**22]
+    on, keys = OnLane(len(seeds), VOCAB), set()
+    for row, seed in enumerate(seeds):
+        on.begin(row, seed=seed)
+    for position in positions:
+        params = on.plan(range(len(seeds)), [position] * len(seeds)).params
+        assert params is not None
+        keys |= {tuple(words) for words in params[-2:].T.tolist()}
+    assert len(keys) == len(seeds) * len(positions)
+    same = draw_keys(np.array([7, 7], np.uint64), np.array([5, 5], np.int32))
+    assert (same[:, 0] == same[:, 1]).all()
 
 
 def keys_whose_noise_is_infinite_at(token: int) -> torch.Tensor:
@@ -316,109 +257,94 @@ def keys_whose_noise_is_infinite_at(token: int) -> torch.Tensor:
     return torch.tensor([[first], [mixed ^ x]], dtype=torch.int64).to(torch.int32)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
-def test_a_greedy_row_beside_random_ones_is_never_chosen_by_its_noise(filters: dict[str, float]) -> None:
-    unlikely, likely = 3, 7
-    logits = torch.zeros(2, VOCAB)
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.9}, {"top_k": 1}, {"min_p": 1.0}], ids=str)
+def test_a_draw_as_unlikely_as_there_is_lets_no_other_token_win(how: dict[str, Any]) -> None:
+    """A uniform number that is rounded up to 1 makes noise of minus infinity, as tokens have that are left
+    out. Beside a random row, a greedy one is chosen by no noise; and the only token that a filter leaves is
+    chosen whatever its draw."""
+    likely, logits, on = 7, torch.zeros(2, VOCAB), OnLane(2, VOCAB)
     logits[:, likely] = 9.0
-    rows, sampler = Rows(2), OnLane(2, VOCAB)
-    for row, sampling in enumerate(({"temperature": 0.0}, {"temperature": 1.0, **filters})):
-        rows.start(
-            Start.of(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ())
-        )
-    plan = rows.sample_plan(np.array([0, 1], np.int32), np.array([5, 5], np.int32))
+    on.begin(0, temperature=0.0)
+    on.begin(1, **how)
+    plan = on.plan([0, 1], [5, 5])
     assert plan.params is not None
-    keys = keys_whose_noise_is_infinite_at(unlikely)
-    assert gumbel_noise(keys, VOCAB)[0, unlikely] == -torch.inf, "the one draw in millions"
-    params = torch.from_numpy(plan.params)
-    params[-2:, :1] = keys
-    assert sampler.sample(logits, torch.tensor([0, 1], dtype=torch.int32), plan, params).tokens[0] == likely
-
-
-def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
-    """Numbers are carried as the bits of 32-bit words: minus infinity and the smallest logprob included."""
-    logits = torch.randn(3, VOCAB)
-    logits[0, 4] = -torch.inf
-    output = token_logprobs(logits, torch.tensor([4, 0, 11]), 3)
-    assert (
-        output.logprobs is not None
-        and output.top_ids is not None
-        and output.top_logprobs is not None
-        and output.ranks is not None
-    )
-    words = output.packed().numpy()
-    assert words.shape == (3, packed_width(3)) and words.dtype == np.int32
-    assert words[:, 0].tolist() == [4, 0, 11] and words[:, 2].tolist() == output.ranks.tolist()
-    assert (
-        words[:, 1].view(np.float32).tolist() == output.logprobs.tolist() and output.logprobs[0] == -torch.inf
-    )
-    assert words[:, 3:6].tolist() == output.top_ids.tolist()
-    assert words[:, 6:].view(np.float32).tolist() == output.top_logprobs.tolist()
-    assert SampleOutput(torch.tensor([5, 6])).packed().tolist() == [5, 6] and packed_width(-1) == 1
-    assert token_logprobs(logits, torch.tensor([4, 0, 11]), 0).packed().shape == (3, packed_width(0))
+    for token in (3, likely):
+        keys = keys_whose_noise_is_infinite_at(token)
+        assert gumbel_noise(keys, VOCAB)[0, token] == -torch.inf, "the one draw in millions"
+        params = torch.from_numpy(plan.params.copy())
+        params[-2:] = keys
+        found = on.sample(logits, [0, 1], plan, params).tokens.tolist()
+        assert found[0] == likely and (found[1] == likely or not ({"top_k", "min_p"} & how.keys()))
 
 
 @pytest.mark.parametrize("call", ["start", "sample"])
 def test_the_state_of_rows_is_touched_by_work_of_the_lane_alone(call: str) -> None:
-    """A step that is still running counts tokens of the row's last request: whoever does not come behind it
-    on the lane is refused."""
-    rows, made = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=1, presence_penalty=1.0)), ())
-    rows.start(start)
-    plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))
+    """A step that is still running counts tokens of the row's last request: a call outside the lane's order
+    is refused."""
+    on, start = OnLane(1, VOCAB), start_of(0, presence_penalty=1.0)
+    on.rows.start(start)
+    plan, rows = on.plan([0], [0]), torch.zeros(1, dtype=torch.int32)
     assert plan.params is not None
-    given = (
-        (start,)
-        if call == "start"
-        else (torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params))
-    )
+    given = (start,) if call == "start" else (LOGITS[None], rows, plan, torch.from_numpy(plan.params))
     with pytest.raises(InvariantBroken, match="used outside lane compute"):
-        getattr(made.sampler, call)(*given)
-    getattr(made, call)(*given)
+        getattr(on.sampler, call)(*given)
+    on.lane.submit(lambda: getattr(on.sampler, call)(*given), label=call).wait_done(30)
 
 
-def test_every_bit_of_a_seed_counts() -> None:
-    """Seeds that the engine draws have 63 bits, and clients give negative ones too."""
-    drawn = {}
-    for seed in (0, 1, -1, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 32), -((1 << 63) - 1)):
-        rows = Rows(1)
-        rows.start(Start.of(0, Request("r", [1], SamplingParams(max_tokens=4, seed=seed)), ()))
-        params = rows.sample_plan(np.array([0], np.int32), np.array([7], np.int32)).params
-        assert params is not None
-        drawn[seed] = params[-2:].tobytes()
-    assert len(set(drawn.values())) == len(drawn)
+# --------------------------------------------------------------------------------------------------- logprobs
 
 
-def test_a_rank_counts_only_what_is_likelier() -> None:
-    """Tokens that are equally likely have the same rank, the best one that they could have."""
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 1.0]]).expand(5, -1)
-    found = token_logprobs(logits, torch.arange(5), 0)
-    assert found.ranks is not None
-    assert found.ranks.tolist() == [4, 1, 1, 3, 4]
+def test_logprobs_and_ranks_match_a_plain_log_softmax() -> None:
+    logits, tokens = (
+        torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(2)),
+        torch.tensor([0, 3, 7, 8, 2]),
+    )
+    found, wanted = token_logprobs(logits, tokens, 4), logits.log_softmax(-1)
+    assert found.logprobs is not None and found.ranks is not None and found.top_ids is not None
+    assert torch.allclose(found.logprobs, wanted[torch.arange(5), tokens])
+    order = wanted.argsort(-1, descending=True)
+    assert found.ranks.tolist() == [(order[i] == tokens[i]).nonzero().item() + 1 for i in range(5)]
+    assert found.top_ids.tolist() == order[:, :4].tolist()
+    equal = torch.tensor([[1.0, 3.0, 3.0, 2.0, 1.0]]).expand(5, -1)
+    ranks = token_logprobs(equal, torch.arange(5), 0).ranks
+    assert ranks is not None and ranks.tolist() == [4, 1, 1, 3, 4], "a rank counts only what is likelier"
 
 
-@pytest.mark.parametrize("num_top", [1, 3, 20])
+def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
+    """Numbers are carried as the bits of 32-bit words: minus infinity and the smallest logprob included."""
+    logits, tokens = (
+        torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3)),
+        torch.tensor([4, 0, 8]),
+    )
+    logits[0, 4] = -torch.inf
+    output = token_logprobs(logits, tokens, 3)
+    words = output.packed().numpy()
+    assert words.shape == (3, packed_width(3)) and words.dtype == np.int32
+    floats = words.view(np.float32)
+    found = [words[:, 0], floats[:, 1], words[:, 2], words[:, 3:6], floats[:, 6:]]
+    given = output.tokens, output.logprobs, output.ranks, output.top_ids, output.top_logprobs
+    for got, want in zip(found, given, strict=True):
+        assert want is not None and got.tolist() == want.tolist()
+    assert floats[0, 1] == -np.inf
+    assert SampleOutput(torch.tensor([5, 6])).packed().tolist() == [5, 6] and packed_width(-1) == 1
+    assert token_logprobs(logits, tokens, 0).packed().shape == (3, packed_width(0))
+
+
 @pytest.mark.parametrize("num_values", [1, 2, 5, 300])
-def test_equally_likely_alternatives_come_by_their_ids_whatever_else_is_asked_for(
-    num_values: int, num_top: int
-) -> None:
+def test_equally_likely_alternatives_come_by_their_ids_whatever_else_is_asked_for(num_values: int) -> None:
     """In bfloat16 many logits are equal. The greedy token is the first of them, and a request that wants
     fewer gets the first ones."""
-    for seed in range(20):
-        logits = torch.randint(
-            num_values, (seed % 4 + 1, 300), generator=torch.Generator().manual_seed(seed)
-        ).to(torch.bfloat16)
+    for seed, num_top in itertools.product(range(8), (1, 3, 20)):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randint(num_values, (seed % 4 + 1, 300), generator=generator).to(torch.bfloat16)
         logits[0, :3] = -torch.inf
-        assert (
-            token_logprobs(torch.full_like(logits, torch.nan), logits.argmax(dim=-1), num_top).top_ids
-            is not None
-        ), "nor does NaN fail"
         chosen = logits.argmax(dim=-1)
+        assert token_logprobs(torch.full_like(logits, torch.nan), chosen, num_top).top_ids is not None
         output = token_logprobs(logits, chosen, num_top)
-        expected = [
+        wanted = [
             sorted(range(300), key=lambda token: (-row[token], token))[:num_top] for row in logits.tolist()
         ]
-        assert output.top_ids is not None and output.top_ids.tolist() == expected
+        assert output.top_ids is not None and output.top_ids.tolist() == wanted
         assert output.top_ids[:, 0].tolist() == chosen.tolist()
-        logprobs = logits.float().log_softmax(dim=-1).gather(1, torch.tensor(expected))
+        logprobs = logits.float().log_softmax(dim=-1).gather(1, torch.tensor(wanted))
         assert output.top_logprobs is not None and torch.equal(output.top_logprobs, logprobs)

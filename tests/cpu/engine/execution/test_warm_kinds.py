@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape
 from penstock.engine.execution.replays import Replays, cuda_buckets
-from penstock.engine.execution.warm import Sizes, all_kinds, few_kinds, plans
+from penstock.engine.execution.warm import Sizes, all_kinds, plans
 
 
 def replays_of(buckets: tuple[Shape, ...]) -> Replays:
@@ -54,7 +54,3 @@ def test_every_sampling_option_is_among_them() -> None:
     assert {sampling.prompt_logprobs for sampling in samplings} >= {None, 0, 5, 20}
     assert {sampling.greedy for sampling in samplings} == {True, False}
     assert any(kind.adapter is not None for kind in kinds) and any(kind.output for kind in kinds)
-
-
-def test_few_kinds_are_few() -> None:
-    assert 1 <= len(few_kinds(Sizes(16, 64, 2048))) <= 4

@@ -22,13 +22,13 @@ class Partial(NamedTuple):
 
 
 class Attention(Protocol):
-    """One backend over one arena. Built as `Backend(arena, config, rope)`, where `arena` is the block-major
-    tensor [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] whose last slot is the padding block,
-    `config` the ModelConfig and `rope` the model's [max_position, head_dim] table."""
+    """One backend over one arena. Built as `Backend(arena, config, rope, blank_from)`, where `arena` is the
+    block-major tensor [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] whose last slot is the
+    padding block, `config` the ModelConfig and `rope` the model's [max_position, head_dim] table. From layer
+    `blank_from` on, keys that are all zeros are masked: tokens that the draft model skipped. None: in no
+    layer."""
 
     arena: Tensor
-    # from this layer on, keys that are all zeros are masked: tokens that the draft model skipped
-    blank_from: int
     lse_nats: float  # one unit of `Partial.lse`, in nats
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
@@ -66,9 +66,10 @@ class Geometry:
     scale: float
     norm_eps: float
     windows: tuple[int, ...]  # by layer: tokens that a token sees, itself included; 0: all before it
+    blank_from: int  # first layer in which keys of zeros are masked
 
     @classmethod
-    def of(cls, arena: Tensor, config: ModelConfig, rope: Tensor) -> Geometry:
+    def of(cls, arena: Tensor, config: ModelConfig, rope: Tensor, blank_from: int | None) -> Geometry:
         """Raises InvariantBroken unless all dimensions agree. There are no later checks."""
         expected = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
         if (
@@ -103,6 +104,7 @@ class Geometry:
             scale=config.scale,
             norm_eps=config.norm_eps,
             windows=windows,
+            blank_from=config.num_layers if blank_from is None else blank_from,
         )
 
     @property

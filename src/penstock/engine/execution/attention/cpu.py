@@ -70,15 +70,7 @@ class _Layer(NamedTuple):
     blocks: Tensor  # rows of one block's keys or values
 
 
-class _Single(NamedTuple):
-    """How the only token of a step in float32 is rotated, and where it is written."""
-
-    turn: Tensor  # [1, head_dim, head_dim]: rotates a head by a product
-    keys: tuple[Tensor, ...]  # by layer, [1, kv_heads, head_dim] of the arena
-    values: tuple[Tensor, ...]
-
-
-class _Several(NamedTuple):
+class _Tokens(NamedTuple):
     """How the tokens of a step are rotated, and where they are written."""
 
     cos: Tensor  # [T, 1, head_dim], each twice: for the first and the second half
@@ -143,7 +135,7 @@ class PreparedStep:
     """What all layers of a step share."""
 
     inputs: StepInputs
-    tokens: _Single | _Several
+    tokens: _Tokens
     plans: Sequence[_Plan]  # by layer
 
 
@@ -159,21 +151,15 @@ class Preparation:
         self._rows_per_slot = arena.stride(0) // self._token_width
         self._blocks_per_slot = self._rows_per_slot // sizes.block_tokens  # of one layer's keys, or values
         self._workspace = arena.new_empty(0)
-        self._has_windows = any(sizes.windows)
 
     def step(self, inputs: StepInputs) -> PreparedStep:
-        num_tokens = len(inputs.positions)
-        is_single = num_tokens == 1 and self._dtype == torch.float32
-        spans = list(self.spans(inputs))
-        tokens = self._single(inputs) if is_single else self._several(inputs)
-        if not self._has_windows:
-            return PreparedStep(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
+        num_tokens, spans = len(inputs.positions), list(self.spans(inputs))
         longest = max((span.kv_len for span in spans), default=0)
         # A window that covers the longest context changes nothing: such layers share the plan without a
         # window.
         windows = [window if window < longest else 0 for window in self._sizes.windows]
         plans = {window: self._plan(spans, window, num_tokens) for window in dict.fromkeys(windows)}
-        return PreparedStep(inputs, tokens, [plans[window] for window in windows])
+        return PreparedStep(inputs, self._tokens(inputs), [plans[window] for window in windows])
 
     def _plan(self, spans: list[ChunkSpan], window: int, num_tokens: int) -> _Plan:
         alone: list[ChunkSpan] = []
@@ -187,33 +173,22 @@ class Preparation:
             elif window and span.kv_len > window:
                 bands += self._bands(span, window)
             else:
-                long.append(self._long(span))
+                long.append(self.long(span))
         lone = [self._lone(span) for span in alone]
         short = [self._short(group, window) for group in self._grouped(batched)]
         short += [self._short([band], window) for band in bands]
         return _Plan(lone, short, long, _only(num_tokens, lone, short))
 
-    def _single(self, inputs: StepInputs) -> _Single:
-        half, size = self._sizes.head_dim // 2, self._sizes.block_tokens
-        cos, sin = self._rope[int(inputs.positions)].chunk(2)
-        turn = torch.diag(torch.cat([cos, cos])) + torch.diag(sin, half) - torch.diag(sin, -half)
-        at = int(inputs.write_at)
-        place = self._arena[at // size, :, :, at % size]
-        return _Single(turn.unsqueeze(0), place[:, :1].unbind(0), place[:, 1:].unbind(0))
-
-    def _several(self, inputs: StepInputs) -> _Several:
+    def _tokens(self, inputs: StepInputs) -> _Tokens:
         size = self._sizes.block_tokens
         cos, sin = self._rope[inputs.positions.long()].unsqueeze(1).chunk(2, dim=-1)
         at = inputs.write_at.long()
         key_rows = at // size * self._rows_per_slot + at % size
-        return _Several(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
+        return _Tokens(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
 
     def spans(self, inputs: StepInputs) -> Iterator[ChunkSpan]:
-        q_starts, kv_lens, table_starts = (
-            inputs.q_starts.tolist(),
-            inputs.kv_lens.tolist(),
-            inputs.table_starts.tolist(),
-        )
+        q_starts, kv_lens = inputs.q_starts.tolist(), inputs.kv_lens.tolist()
+        table_starts = inputs.table_starts.tolist()
         tables = inputs.tables.long()
         first = 0
         for chunk, kv_len in enumerate(kv_lens):
@@ -314,7 +289,7 @@ class Preparation:
             q_len,
         )
 
-    def _long(self, span: ChunkSpan) -> _Long:
+    def long(self, span: ChunkSpan) -> _Long:
         prefix_len = span.kv_len - span.q_len
         keys = span.table[: self._sizes.num_blocks(prefix_len)] * self._blocks_per_slot
         space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
@@ -340,8 +315,10 @@ class CpuAttention:
 
     lse_nats = 1.0
 
-    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
-        sizes = Geometry.of(arena, config, rope)
+    def __init__(
+        self, arena: Tensor, config: ModelConfig, rope: Tensor, blank_from: int | None = None
+    ) -> None:
+        sizes = Geometry.of(arena, config, rope, blank_from)
         part = arena.shape[3] * arena.shape[4] * arena.shape[5]
         if not arena[0].is_contiguous() or arena.stride(0) % part:
             raise InvariantBroken(
@@ -349,7 +326,6 @@ class CpuAttention:
                 "of them"
             )
         self.arena = arena
-        self.blank_from = sizes.num_layers
         self._sizes = sizes
         self._layers = [_from_layer(arena, layer) for layer in range(sizes.num_layers)]
         self._preparation = Preparation(arena, sizes, rope)
@@ -363,16 +339,7 @@ class CpuAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes, tokens = self._sizes, self._prepared(layer, inputs).tokens
         heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
-        if isinstance(tokens, _Single):
-            # Not `split`: its Python wrapper takes longer than the operation.
-            q, k, v = heads.split_with_sizes((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
-            if q_norm is not None and k_norm is not None:
-                q, k = (
-                    F.rms_norm(x, (sizes.head_dim,), weight, sizes.norm_eps)
-                    for x, weight in ((q, q_norm), (k, k_norm))
-                )
-            tokens.values[layer].copy_(v)
-            return torch.bmm(q, tokens.turn), torch.bmm(k, tokens.turn, out=tokens.keys[layer]), v
+        # Not `split`: its Python wrapper takes longer than the operation.
         rotated, v = heads.split_with_sizes((sizes.num_heads + sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
         rotated = _rotate(self._normalise(rotated, q_norm, k_norm), tokens.cos, tokens.sin).to(qkv.dtype)
         q, k = rotated.split_with_sizes((sizes.num_heads, sizes.num_kv_heads), dim=1)
@@ -397,7 +364,7 @@ class CpuAttention:
             out[short.rows] = self._attend_short(layer, q[short.rows], short)
         for chunk in plan.long:
             own = slice(chunk.begin, chunk.end)
-            out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
+            out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk).out.view(q[own].shape)
         return out.flatten(1)
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
@@ -407,18 +374,9 @@ class CpuAttention:
             q.new_empty(q.shape[:2]).float(),
         )
         for span in self._preparation.spans(inputs):
-            own = slice(span.q_begin, span.q_begin + span.q_len)
-            partial.out[own], partial.lse[own] = self._attend_own(q[own], k[own], v[own])
-            num_past = span.kv_len - span.q_len
-            if num_past:
-                rows = self._preparation.key_rows(span)[:num_past]
-                past = torch.stack([self._layers[layer].rows[rows + at] for at in (0, sizes.block_tokens)])
-                self.add_piece(
-                    partial,
-                    q,
-                    (own.start, own.stop),
-                    past.view(2, num_past, sizes.num_kv_heads, sizes.head_dim),
-                )
+            chunk = self._preparation.long(span)
+            own = slice(chunk.begin, chunk.end)
+            partial.out[own], partial.lse[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
         return partial
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
@@ -433,7 +391,7 @@ class CpuAttention:
         num_rows = own.stop - own.start
         queries = q[own].transpose(0, 1).reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
         keys, values = piece.transpose(1, 2).unsqueeze(1)
-        out, lse = _flash(queries, keys, values, scale=sizes.scale)
+        out, lse = FLASH(queries, keys, values, scale=sizes.scale)
         out = out.reshape(sizes.num_heads, num_rows, sizes.head_dim).transpose(0, 1).float()
         lse = lse.reshape(sizes.num_heads, num_rows).t().float()
         weight = torch.sigmoid(lse - partial.lse[own])
@@ -462,7 +420,7 @@ class CpuAttention:
         for part in lone.parts:
             torch.index_select(arena.blocks, 0, part.gather, out=part.space)
             part.scores.baddbmm_(queries, part.keys, beta=0.0, alpha=sizes.scale)
-        if layer >= self.blank_from:  # only a key of zeros has this score with every query
+        if layer >= sizes.blank_from:  # only a key of zeros has this score with every query
             lone.scores.masked_fill_(lone.scores == 0.0, float("-inf"))
         weights = lone.scores.softmax(dim=-1).view(-1)
         # The operation that F.embedding_bag calls, in mode 0 (sum).
@@ -480,40 +438,34 @@ class CpuAttention:
             .flatten(2, 3)
         )
         mask = short.mask
-        if layer >= self.blank_from:
+        if layer >= sizes.blank_from:
             mask = _without(_is_blank(keys[:, 0])[:, None, None], mask, q.dtype)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=sizes.scale)
         return out.unflatten(2, (sizes.group, q_len)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
-    def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Tensor:
-        """[q_len, heads, head_dim]. The prefix is attended separately and merged by log-sum-exp, so that no
-        mask is built."""
-        sizes = self._sizes
+    def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Partial:
+        """The prefix is attended separately and merged by log-sum-exp, so that no mask is built."""
+        sizes, partial = self._sizes, self._attend_own(q, k, v)
         if chunk.prefix_len == 0:
-            queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            own = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=True, scale=sizes.scale
-            )
-            return own.squeeze(0).transpose(0, 1)
+            return partial
         kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
         past = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim)[:, : chunk.prefix_len]
-        if layer >= self.blank_from:
+        if layer >= sizes.blank_from:
             past = past[:, ~_is_blank(past[0, :, 0])]
-        partial = self._attend_own(q, k, v)
         if past.shape[1]:  # not all of the prefix is blank
             self.add_piece(partial, q, (0, len(q)), past)
-        return partial.out.view(q.shape)
+        return partial
 
     def _attend_own(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         """Causal attention of tokens among themselves."""
         queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         heads = (x.repeat_interleave(self._sizes.group, dim=1) for x in (keys, values))
-        out, lse = _flash(queries, *heads, is_causal=True, scale=self._sizes.scale)
+        out, lse = FLASH(queries, *heads, is_causal=True, scale=self._sizes.scale)
         return Partial(out.squeeze(0).transpose(0, 1).flatten(1).float(), lse.squeeze(0).t().float())
 
 
 # returns the log-sum-exp of the scores as well
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _from_layer(arena: Tensor, layer: int) -> _Layer:
@@ -529,14 +481,10 @@ def _from_layer(arena: Tensor, layer: int) -> _Layer:
 def _only(num_tokens: int, lone: list[_Lone], short: list[_Short]) -> _Lone | _Short | None:
     if len(lone) == num_tokens == 1:
         return lone[0]
-    first = short[0] if short else None
-    return (
-        first
-        if first is not None
-        and first.num_chunks * first.q_len == num_tokens
-        and isinstance(first.rows, slice)
-        else None
-    )
+    for first in short[:1]:
+        if first.num_chunks * first.q_len == num_tokens and isinstance(first.rows, slice):
+            return first
+    return None
 
 
 def _rows_of(group: list[ChunkSpan]) -> Tensor | slice:

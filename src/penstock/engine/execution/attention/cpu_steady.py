@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.execution.attention.cpu import ChunkSpan, CpuAttention, Preparation, PreparedStep
+from penstock.engine.execution.attention.cpu import FLASH, ChunkSpan, CpuAttention, Preparation, PreparedStep
 from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
@@ -24,8 +24,6 @@ from penstock.models.model import ModelConfig
 PAD_TOKENS = 128  # contexts are padded to a multiple of this many tokens
 # rows of a query matrix are a multiple of this: then the kernel's buffers are aligned alike in all threads
 QUERY_ROWS = 8
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class _Call(NamedTuple):
@@ -49,8 +47,10 @@ class SteadyAttention(CpuAttention):
     """`Attention` in float32 on the CPU. Whole sequences are on the device, and all layers have KV of every
     token."""
 
-    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
-        super().__init__(arena, config, rope)
+    def __init__(
+        self, arena: Tensor, config: ModelConfig, rope: Tensor, blank_from: int | None = None
+    ) -> None:
+        super().__init__(arena, config, rope, blank_from)
         if arena.dtype != torch.float32:
             raise InvariantBroken(f"steady attention is computed in float32, not in {arena.dtype}")
         self._preparation = self._steady = _SteadyPreparation(arena, self._sizes, rope)
@@ -90,7 +90,7 @@ class SteadyAttention(CpuAttention):
         queries[:, :, : group * tile] = grouped.flatten(2, 3)
         mask = self._mask(window, call.padded)[first_tile:end_tile]
         of_all = (x.expand(num_tiles, -1, -1, -1) for x in (keys, values))
-        attended = _flash(queries, *of_all, attn_mask=mask, scale=sizes.scale)[0][:, :, : group * tile]
+        attended = FLASH(queries, *of_all, attn_mask=mask, scale=sizes.scale)[0][:, :, : group * tile]
         attended = attended.unflatten(2, (group, tile)).permute(0, 3, 1, 2, 4).reshape(tokens.shape)
         return attended[skipped : skipped + len(q)]
 
@@ -122,7 +122,7 @@ class _SteadyPreparation(Preparation):
 
     def step(self, inputs: StepInputs) -> PreparedStep:
         self.chunks = tuple(self._chunk(span) for span in self.spans(inputs))
-        return PreparedStep(inputs, self._several(inputs), ())
+        return PreparedStep(inputs, self._tokens(inputs), ())
 
     def _chunk(self, span: ChunkSpan) -> _Chunk:
         rows = self.key_rows(span)

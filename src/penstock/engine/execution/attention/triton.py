@@ -15,7 +15,6 @@ from torch import Tensor
 from penstock.engine.execution.attention import Geometry, Partial
 from penstock.engine.execution.attention import triton_kernels as kernels
 from penstock.engine.execution.batch import DEEP_TOKENS, Shape, StepInputs
-from penstock.errors import ConfigError
 from penstock.models.model import ModelConfig
 
 Prefill = Literal["auto", "triton", "sdpa"]
@@ -145,6 +144,36 @@ class _Launch(NamedTuple):
     num_rows: int
     max_q_len: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+
+class _Grid(NamedTuple):
+    """How the attention kernel is launched."""
+
+    tile: Tile
+    num_tiles: int  # per chunk
+    splits: int  # of the keys
+
+
+class _Query(NamedTuple):
+    """What one call attends with, and where to."""
+
+    layer: int
+    q: Tensor
+    out: Tensor
+    inputs: StepInputs
+
+
+class _Cached(NamedTuple):
+    """Cached tokens of a chunk from `first_key` on."""
+
+    table_starts: Tensor
+    tables: Tensor
+    chunk: int
+    first_key: int
+
 
 class _ChunkGroup(NamedTuple):
     """Chunks of a step that are attended together: several by the paged kernel, or one with fused
@@ -160,6 +189,18 @@ class _ChunkGroup(NamedTuple):
         return self.own_fused or self.num_fused > 0
 
 
+class Choices(NamedTuple):
+    """Other ways than an engine's, for measurements and tests."""
+
+    prefill: Prefill = "auto"
+    fused: Fused = "cudnn"
+    tuning: Tuning | None = None  # None: by the size of a value
+    fused_sizes: FusedSizes = FusedSizes()
+
+
+_USUAL = Choices()
+
+
 class TritonAttention:
     """`Attention` in bfloat16 or float32 on CUDA; on the CPU under Triton's interpreter."""
 
@@ -170,27 +211,16 @@ class TritonAttention:
         arena: Tensor,
         config: ModelConfig,
         rope: Tensor,
-        *,
-        prefill: Prefill = "auto",
-        fused: Fused = "cudnn",
-        tuning: Tuning | None = None,
-        fused_sizes: FusedSizes | None = None,
+        blank_from: int | None = None,
+        choices: Choices = _USUAL,
     ) -> None:
-        self._sizes = Geometry.of(arena, config, rope)
-        self.blank_from = config.num_layers
-        if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
-            raise ConfigError(
-                f"prefill must be auto, triton or sdpa and fused cudnn or flash, got {prefill!r} and "
-                f"{fused!r}"
-            )
+        self._sizes = Geometry.of(arena, config, rope, blank_from)
         self.arena = arena
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
         self._rope = rope
+        self._prefill, self._fused, tuning, self._fused_sizes = choices
         self._tuning = tuning or TUNING[arena.element_size()]
-        self._prefill = prefill
-        self._fused = fused
-        self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
         # the eager step being launched and its groups, by window
         self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None
@@ -246,69 +276,47 @@ class TritonAttention:
         num_tokens, num_chunks, num_decodes = q.shape[0], inputs.kv_lens.shape[0], inputs.num_decodes
         parts = self._parts(inputs, self._sizes.windows[layer])
         if len(parts) == 1 and parts[0].own_fused and not num_decodes:
-            return self._attend_fused(layer, q, k, v, q, inputs, parts[0])
+            return self._attend_fused(_Query(layer, q, q, inputs), k, v, parts[0])[0]
         # Padding tokens of a captured step belong to no chunk, so no program writes them: they must be zeros.
         blank = torch.empty if inputs.max_q_len or num_decodes == num_chunks else torch.zeros
         out = blank(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
+        query = _Query(layer, q, out, inputs)
         if num_decodes:
-            self._attend_paged(
-                layer,
-                q,
-                out,
-                inputs,
-                _Launch(0, num_decodes, 0, num_decodes, 1),
-                inputs.max_kv_len > DEEP_TOKENS,
-            )
+            self._attend_paged(query, _decodes(inputs), inputs.max_kv_len > DEEP_TOKENS)
         if num_decodes < num_chunks and not parts:
             # A capture does not know its longest chunk; the number of non-decode tokens is an upper bound.
             rest = num_tokens - num_decodes
-            parts = [
-                _ChunkGroup(
-                    _Launch(
-                        num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest
-                    )
-                )
-            ]
+            most = inputs.max_q_len or rest
+            parts = [_ChunkGroup(_Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, most))]
         for part in parts:
-            launch = part.launch
             if not part.is_fused:
-                self._attend_paged(layer, q, out, inputs, launch, inputs.max_kv_len > 2 * inputs.max_q_len)
-            elif (made := self._attend_fused(layer, q, k, v, out, inputs, part)) is not out:
-                out[launch.first_row : launch.first_row + launch.num_rows] = made
+                self._attend_paged(query, part.launch, inputs.max_kv_len > 2 * inputs.max_q_len)
+            elif (made := self._attend_fused(query, k, v, part)[0]) is not out:
+                out[part.launch.rows] = made
         return out
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
         sizes, num_tokens, num_decodes = self._sizes, q.shape[0], inputs.num_decodes
         out = torch.empty(num_tokens, sizes.num_heads * sizes.head_dim, dtype=q.dtype, device=q.device)
         lse = torch.empty(num_tokens, sizes.num_heads, dtype=torch.float32, device=q.device)
+        query = _Query(layer, q, out, inputs)
         if num_decodes:
-            launch = _Launch(0, num_decodes, 0, num_decodes, 1)
-            lse[:num_decodes] = self._attend_paged(
-                layer, q, out, inputs, launch, inputs.max_kv_len > DEEP_TOKENS, first_key=0
-            )
+            is_deep = inputs.max_kv_len > DEEP_TOKENS
+            lse[:num_decodes] = self._attend_paged(query, _decodes(inputs), is_deep, first_key=0)
         for part in self._parts(inputs, sizes.windows[layer]):
-            rows = slice(part.launch.first_row, part.launch.first_row + part.launch.num_rows)
+            rows = part.launch.rows
             if part.is_fused:
-                made, lse[rows] = self._attend_fused_lse(layer, q, k, v, out, inputs, part, with_lse=True)
+                made, lse[rows] = self._attend_fused(query, k, v, part, with_lse=True)
                 if made is not out:
                     out[rows] = made
             else:
-                deep = inputs.max_kv_len > 2 * inputs.max_q_len
-                lse[rows] = self._attend_paged(layer, q, out, inputs, part.launch, deep, first_key=0)
+                is_deep = inputs.max_kv_len > 2 * inputs.max_q_len
+                lse[rows] = self._attend_paged(query, part.launch, is_deep, first_key=0)
         return Partial(out.float(), lse)
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
-        self._gather(
-            host[:, layer, 0],
-            host[:, layer, 1],
-            into[0],
-            into[1],
-            self._no_starts,
-            tables[first:],
-            0,
-            0,
-            FETCH_PROGRAMS,
-        )
+        where = _Cached(self._no_starts, tables[first:], 0, 0)
+        self._gather((host[:, layer, 0], host[:, layer, 1]), (into[0], into[1]), where, FETCH_PROGRAMS)
 
     def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
         sizes, num_keys, (begin, end) = self._fused_sizes, piece.shape[1], rows
@@ -376,9 +384,9 @@ class TritonAttention:
         wanted = per_sm * self._num_sms
         return max(1, min(MAX_SPLITS, wanted // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
 
-    def grid(self, launch: _Launch, deep: bool) -> tuple[Tile, int, int]:
-        """Tile, tiles per chunk, and splits. For decodes they depend only on the launch shape and on `deep`,
-        so that captured and eager steps of the same requests agree bit by bit."""
+    def grid(self, launch: _Launch, deep: bool) -> _Grid:
+        """For decodes it depends only on the launch shape and on `deep`, so that captured and eager steps of
+        the same requests agree bit by bit."""
         sizes, tuning, splits = self._sizes, self._tuning, None
         num_rows = launch.max_q_len * sizes.group
         is_decode = num_rows <= tuning.decode.rows
@@ -387,61 +395,40 @@ class TritonAttention:
         else:
             tile = tuning.prefill_tile(num_rows, deep)
         num_tiles = triton.cdiv(launch.max_q_len, tile.rows // sizes.group)
-        return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles, is_decode and deep)
+        splits = splits or self.num_splits(launch.num_chunks, num_tiles, is_decode and deep)
+        return _Grid(tile, num_tiles, splits)
 
     def _attend_paged(
-        self,
-        layer: int,
-        q: Tensor,
-        out: Tensor,
-        inputs: StepInputs,
-        launch: _Launch,
-        deep: bool,
-        first_key: int | None = None,
+        self, query: _Query, launch: _Launch, deep: bool, first_key: int | None = None
     ) -> Tensor:
         """`first_key`: attend from this key on only, and return the log2 of each sum of powers as [rows,
         heads]."""
-        return self._launch_paged(layer, q, out, inputs, launch, *self.grid(launch, deep), first_key)
+        return self._launch_paged(query, launch, self.grid(launch, deep), first_key)
 
     def _launch_paged(
-        self,
-        layer: int,
-        q: Tensor,
-        out: Tensor,
-        inputs: StepInputs,
-        launch: _Launch,
-        tile: Tile,
-        num_tiles: int,
-        splits: int,
-        first_key: int | None,
+        self, query: _Query, launch: _Launch, grid: _Grid, first_key: int | None = None
     ) -> Tensor:
-        sizes, with_lse = self._sizes, first_key is not None
+        sizes, (layer, q, out, inputs) = self._sizes, query
+        (tile, num_tiles, splits), with_lse = grid, first_key is not None
         if launch.first_row:
             out = out[launch.first_row :]
         target = lse = out
         if splits > 1 or with_lse:
             lse = torch.empty(splits, launch.num_rows, sizes.num_heads, dtype=torch.float32, device=q.device)
         if splits > 1:
-            target = torch.empty(
-                splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device
-            )
+            target = lse.new_empty(*lse.shape, sizes.head_dim)
             if not inputs.max_q_len and launch.max_q_len > 1:
                 lse.fill_(float("-inf"))  # padding tokens again: their splits count nothing
+        tables = inputs.q_starts, inputs.kv_lens, inputs.table_starts, inputs.tables
+        numbers = launch.first_chunk, launch.first_row, launch.num_rows, splits, first_key or 0
         kernels.paged_attention_kernel[(num_tiles, sizes.num_kv_heads, launch.num_chunks * splits)](
             q,
             target,
             lse,
             self._keys[layer],
             self._values[layer],
-            inputs.q_starts,
-            inputs.kv_lens,
-            inputs.table_starts,
-            inputs.tables,
-            launch.first_chunk,
-            launch.first_row,
-            launch.num_rows,
-            splits,
-            first_key or 0,
+            *tables,
+            *numbers,
             sizes.scale * math.log2(math.e),
             **self._layout,
             NUM_HEADS=sizes.num_heads,
@@ -452,7 +439,7 @@ class TritonAttention:
             SPLIT=splits > 1,
             WITH_LSE=with_lse,
             WINDOW=sizes.windows[layer],
-            SKIPS_BLANK=layer >= self.blank_from,
+            SKIPS_BLANK=layer >= sizes.blank_from,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -497,23 +484,19 @@ class TritonAttention:
         inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=1, max_kv_len=1)
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
         # An empty chunk declared as long: kernels are launched and do nothing.
+        kinds = {
+            (window, layer >= sizes.blank_from): _Query(layer, q, q.view(1, -1).clone(), inputs)
+            for layer, window in enumerate(sizes.windows)
+        }
         for q_len in (4096, 2 * self._tuning.deep.rows):  # keys in one split, and in several
-            for layer in {
-                (window, layer >= self.blank_from): layer for layer, window in enumerate(sizes.windows)
-            }.values():
+            for query in kinds.values():
                 for deep, first_key in ((True, None), (True, 0), (False, 0)):
-                    self._attend_paged(
-                        layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key
-                    )
-        for layer in {
-            window: layer for layer, window in enumerate(sizes.windows) if layer >= self.blank_from
-        }.values():
+                    self._attend_paged(query, _Launch(0, 1, 0, 1, q_len), deep, first_key)
+        for (_, skips_blank), query in kinds.items():
             # draft passes run after captured steps of every kind, and are not always captured
-            for tile in self._tuning.tiles:
+            for tile in self._tuning.tiles if skips_blank else ():
                 for splits in (1, 2):
-                    self._launch_paged(
-                        layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, 1), tile, 1, splits, None
-                    )
+                    self._launch_paged(query, _Launch(0, 1, 0, 1, 1), _Grid(tile, 1, splits))
         self.gathered(0, 0, 0, 1, inputs)
         lse = torch.zeros(1, sizes.num_heads, dtype=torch.float32, device=values.device)
         self._join(q.clone(), lse, q, lse.t().contiguous())
@@ -559,57 +542,46 @@ class TritonAttention:
         return pieces(rounded_up(q_len, rows[-1]), rows)
 
     def _attend_fused(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup
-    ) -> Tensor:
-        return self._attend_fused_lse(layer, q, k, v, out, inputs, part, with_lse=part.num_fused > 0)[0]
-
-    def _attend_fused_lse(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        inputs: StepInputs,
-        part: _ChunkGroup,
-        *,
-        with_lse: bool,
+        self, query: _Query, k: Tensor, v: Tensor, part: _ChunkGroup, with_lse: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Attend to a chunk's own tokens and the end of its prefix, then to the rest of its prefix in pieces,
-        merged by log-sum-exp. Padding comes last, where no token sees it. Returns `out`, or the chunk's rows
-        if `out` was not written; and the log2 of each sum of powers as [rows, heads], which is valid only
-        `with_lse`."""
-        launch, sizes, exact = part.launch, self._fused_sizes, self._prefill == "sdpa"
-        q_len, end = launch.num_rows, launch.first_row + launch.num_rows
-        own_q, own_k, own_v = (x[launch.first_row : end] for x in (q, k, v))
+        merged by log-sum-exp. Returns `out`, or the chunk's rows if `out` was not written; and the log2 of
+        each sum of powers as [rows, heads], which is valid only `with_lse`."""
+        (layer, q, out, inputs), launch = query, part.launch
+        q_len, rows = launch.num_rows, launch.rows
+        with_lse = with_lse or part.num_fused > 0
         if part.own_fused:
-            padded = q_len if exact else rounded_up(q_len, sizes.own)
-            made, lse = self._fused_attention(
-                *(_padded(x, padded) for x in (own_q, own_k, own_v)), causal=True, with_lse=with_lse
-            )
-            lse = (lse * math.log2(math.e)).t()[:q_len].contiguous() if with_lse else lse
-            result = made = made.view(padded, -1)[:q_len]
+            made, lse = self._attend_own(q[rows], k[rows], v[rows], with_lse)
+            result = made
         else:
             num_left = inputs.spans[launch.first_chunk - inputs.num_decodes][0] - part.num_fused
-            lse = self._attend_paged(
-                layer, q, out, inputs, launch, num_left > q_len, first_key=part.num_fused
-            )
-            result, made = out, out[launch.first_row : end]
-        first_key = 0
+            lse = self._attend_paged(query, launch, num_left > q_len, first_key=part.num_fused)
+            result, made = out, out[rows]
+        exact, first_key = self._prefill == "sdpa", 0
         for num_keys in (
-            [part.num_fused] * (part.num_fused > 0) if exact else pieces(part.num_fused, sizes.keys)
+            [part.num_fused] * (part.num_fused > 0)
+            if exact
+            else pieces(part.num_fused, self._fused_sizes.keys)
         ):
-            past_k, past_v = self.gathered(layer, launch.first_chunk, first_key, num_keys, inputs)
+            past = self.gathered(layer, launch.first_chunk, first_key, num_keys, inputs)
             begin = 0
             for num_rows in [q_len] if exact else self._rows(q_len):
-                rows = slice(begin, min(begin + num_rows, q_len))
-                past = self._fused_attention(
-                    _padded(own_q[rows], num_rows), past_k, past_v, causal=False, with_lse=True
-                )
-                self._join(made[rows], lse[rows], *past)
+                some = slice(begin, min(begin + num_rows, q_len))
+                queries = _padded(q[rows][some], num_rows)
+                attended = self._fused_attention(queries, *past, causal=False, with_lse=True)
+                self._join(made[some], lse[some], *attended)
                 begin += num_rows
             first_key += num_keys
         return result, lse
+
+    def _attend_own(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
+        """A chunk's tokens among themselves. Padding comes last, where no token sees it."""
+        num = len(q)
+        padded = num if self._prefill == "sdpa" else rounded_up(num, self._fused_sizes.own)
+        q, k, v = (_padded(x, padded) for x in (q, k, v))
+        made, lse = self._fused_attention(q, k, v, causal=True, with_lse=with_lse)
+        lse = (lse * math.log2(math.e)).t()[:num].contiguous() if with_lse else lse
+        return made.view(padded, -1)[:num], lse
 
     def _fused_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool, planned: bool = True
@@ -639,33 +611,23 @@ class TritonAttention:
         sizes, cache = self._sizes, self._keys[layer]
         keys = cache.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
         values = torch.empty_like(keys)
-        self._gather(
-            cache, self._values[layer], keys, values, inputs.table_starts, inputs.tables, chunk, first_key
-        )
+        where = _Cached(inputs.table_starts, inputs.tables, chunk, first_key)
+        self._gather((cache, self._values[layer]), (keys, values), where)
         return keys, values
 
     def _gather(
         self,
-        cached_keys: Tensor,
-        cached_values: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table_starts: Tensor,
-        tables: Tensor,
-        chunk: int,
-        first_key: int,
+        cached: tuple[Tensor, Tensor],
+        into: tuple[Tensor, Tensor],
+        where: _Cached,
         most_programs: int = 1 << 30,
     ) -> None:
-        sizes, num_tokens = self._sizes, len(keys)
+        """Copy keys and values."""
+        sizes, num_tokens = self._sizes, len(into[0])
         kernels.gather_kernel[(min(triton.cdiv(num_tokens, GATHER_TOKENS), most_programs),)](
-            cached_keys,
-            cached_values,
-            keys,
-            values,
-            table_starts,
-            tables,
-            chunk,
-            first_key,
+            *cached,
+            *into,
+            *where,
             num_tokens,
             **self._layout,
             NUM_KV_HEADS=sizes.num_kv_heads,
@@ -688,6 +650,10 @@ class TritonAttention:
             DIMS_PADDED=self._dims_padded,
             TILE_ROWS=JOIN_ROWS,
         )
+
+
+def _decodes(inputs: StepInputs) -> _Launch:
+    return _Launch(0, inputs.num_decodes, 0, inputs.num_decodes, 1)
 
 
 def _padded(x: Tensor, num_tokens: int) -> Tensor:

@@ -18,11 +18,15 @@ class ReferenceAttention:
     """Reference of `Attention`, on any device. All arithmetic is in the type `math`."""
 
     def __init__(
-        self, arena: Tensor, config: ModelConfig, rope: Tensor, math: torch.dtype = torch.float32
+        self,
+        arena: Tensor,
+        config: ModelConfig,
+        rope: Tensor,
+        blank_from: int | None = None,
+        math: torch.dtype = torch.float32,
     ) -> None:
-        self._sizes = Geometry.of(arena, config, rope)
+        self._sizes = Geometry.of(arena, config, rope, blank_from)
         self.arena = arena
-        self.blank_from = config.num_layers
         self._rope = rope
         self._math = math
 
@@ -45,12 +49,8 @@ class ReferenceAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        q_starts, kv_lens, window = (
-            inputs.q_starts.tolist(),
-            inputs.kv_lens.tolist(),
-            self._sizes.windows[layer],
-        )
-        for chunk, kv_len in enumerate(kv_lens):
+        q_starts, window = inputs.q_starts.tolist(), self._sizes.windows[layer]
+        for chunk, kv_len in enumerate(inputs.kv_lens.tolist()):
             begin, end = q_starts[chunk], q_starts[chunk + 1]
             keys, values = self._cached(layer, chunk, kv_len, inputs)
             for token in range(begin, end):
@@ -58,7 +58,7 @@ class ReferenceAttention:
                 first = max(0, visible - window) if window else 0
                 if visible > 0:
                     seen = torch.arange(first, visible, device=keys.device)
-                    if layer >= self.blank_from:
+                    if layer >= self._sizes.blank_from:
                         seen = seen[keys[first:visible].flatten(1).any(dim=1)]
                     out[token] = self._one_token(q[token], keys[seen], values[seen])
         return out.view(q.shape[0], -1)
