@@ -427,19 +427,20 @@ def test_those_retained_are_looked_at_in_turn_one_in_a_round() -> None:
 
 @pytest.mark.parametrize(
     ("source", "num_left"),
-    [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0)],
+    [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0), (None, 5)],
 )
 def test_what_a_session_found_in_memory_is_not_its_own_to_release(
-    source: dict[str, int], num_left: int
+    source: dict[str, int] | None, num_left: int
 ) -> None:
-    """What came from a disk came for it."""
+    """What came from a disk came for it. None: it was cancelled before that was known, so all stays."""
     world = World()
     tokens = talk(0, 5)
     prefix = Prefix(b"-" * 32, keys_of(tokens))
     request = Request("r", tokens, SAMPLING, prefix, session="chat")
     listener = world.sessions.follow(request, "", module.CacheHint(release=True), lambda event: None)
-    listener(TokenEvent("r", source=KvSource(**source, computed=20 - sum(source.values()))))
-    listener(TokenEvent("r", finish=FinishReason.STOP))
+    if source is not None:
+        listener(TokenEvent("r", source=KvSource(**source, computed=20 - sum(source.values()))))
+    listener(TokenEvent("r", finish=FinishReason.CANCELLED if source is None else FinishReason.STOP))
     world.storage.kept.update(prefix.keys)
     world.run()
     assert world.storage.kept == set(prefix.keys[:num_left])
