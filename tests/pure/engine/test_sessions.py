@@ -194,6 +194,15 @@ def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotte
     ] * 3
 
 
+def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> None:
+    world = World(known_blocks=20)
+    for number, tenant in enumerate(("one", "two", "two", "two")):
+        world.ends(str(number), talk(100 * number, 6), tenant)
+    assert (world.figures.known_blocks, world.figures.known) == (18, 3)
+    assert world.sessions.prefetch("two", "1") is None
+    assert world.sessions.prefetch("one", "0") is not None
+
+
 # -------------------------------------------------------------------------------------------------- retention
 
 
