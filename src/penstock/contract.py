@@ -872,6 +872,11 @@ class Table(Protocol):
         """Number of its leading blocks that are paged out."""
 
     @property
+    def num_gone(self) -> int:
+        """Number of its leading blocks that no later token needs, and that it does not hold: `let_go` gave
+        them back, or its match began after them."""
+
+    @property
     def paged_slots(self) -> NDArray[np.int32]:
         """Host slots of the paged-out blocks."""
 
@@ -884,14 +889,18 @@ class Table(Protocol):
         """Number of paged-out blocks that also have a copy on the device."""
 
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
-        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without the paged-out
-        ones."""
+        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that are paged
+        out or gone."""
 
     def take_after(self) -> tuple[Fence, ...]:
         """Fences to wait for before a write into slots drawn since the last call. Each is returned once."""
 
     def try_extend(self, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and return False."""
+
+    def let_go(self, num_tokens: int, fence: Fence | None) -> int:
+        """Give back the slots of sealed leading blocks that a request with KV of `num_tokens` tokens does not
+        need. Returns how many. `fence` lies behind all launched steps."""
 
     def promote(self, lease: Lease, num_blocks: int, num_next: int) -> Load:
         """Draw slots for the next `num_blocks` blocks and fill them from `lease`, which ends with the load.
@@ -947,13 +956,19 @@ class FetchedBlocks(Protocol):
 class Match(NamedTuple):
     """The longest usable prefix of a request's keys."""
 
-    num_blocks: int  # leading keys that are on the device
-    num_idle: int  # blocks of these that no table holds; holding them uses up evictable slots
+    num_blocks: int  # leading blocks that are on the device, as far as they are needed
+    num_idle: int  # by how many slots `num_available` falls when a table holds these
     # a running request is computing the first missing key, or it is being promoted
     pending: bool
     num_colder: int = 0  # blocks after these that are worth promoting from colder tiers
     # Blocks in host memory, which stay there. Only for a deep request: its match is all device or all host.
     num_paged: int = 0
+    num_gone: int = 0  # leading blocks that are not needed; a table begins after them
+
+    @property
+    def num_held(self) -> int:
+        """Slots of a table that begins with it, before anything is loaded."""
+        return self.num_blocks - self.num_gone
 
 
 class Want(Protocol):
@@ -979,12 +994,27 @@ class KvLedger(Protocol):
         """Total slots for requests."""
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether a request needs every block before its next token. If not, its table lets go of leading
+        ones."""
+
+    def most_slots(self, num_tokens: int, step_tokens: int) -> int:
+        """Slots that a request has at one time until it has `num_tokens` tokens, in steps of at most
+        `step_tokens`."""
+
+    @property
+    def num_leaving(self) -> int:
+        """Slots that tables let go of while a transfer uses them: promised, but not available before it
+        ends."""
+
+    @property
     def num_pageable(self) -> int:
         """Blocks that all deep requests together may have in host memory."""
 
     @property
     def num_available(self) -> int:
-        """Slots that can be drawn now: free or evictable."""
+        """Slots that can be drawn now: free or evictable. If tables let go of blocks, less the slots that
+        sharing saves: those who share a block part later."""
 
     @property
     def num_free(self) -> int:
@@ -1055,12 +1085,17 @@ class KvLedger(Protocol):
         """The same scope, with the keys of all full blocks of `tokens`."""
 
     def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+        self,
+        owner: str,
+        prefix: Prefix | None,
+        num_blocks: int,
+        num_paged: int | None = None,
+        num_gone: int = 0,
     ) -> Table | None:
-        """A table that starts with the first `num_blocks` cached blocks of `prefix`. Announces its other keys
-        as pending. `num_paged`: the table is deep, so its first blocks may be paged out. It starts with that
-        many blocks in host memory, if it starts with none on the device; None if some were evicted
-        meanwhile."""
+        """A table that starts with the first `num_blocks` cached blocks of `prefix`, without the first
+        `num_gone`. Announces its other keys as pending. `num_paged`: the table is deep, so its first blocks
+        may be paged out. It starts with that many blocks in host memory, if it starts with none on the
+        device; None if some were evicted meanwhile."""
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks, which tables kept of a closed scope: their keys are no longer recorded."""

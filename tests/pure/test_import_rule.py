@@ -37,7 +37,7 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
-        "penstock.kv.questions + penstock.kv.snapshots",
+        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots",
         "penstock.sanitizer",
     ),
     (

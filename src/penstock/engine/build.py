@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,7 +56,8 @@ from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
-from penstock.kv.build import Opened, open_cache
+from penstock.kv.build import KvGroup, Opened, open_cache
+from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
@@ -143,7 +145,7 @@ class _Models(NamedTuple):
     loaded: LoadedModel
     head: MtpHead | None
     draft: DraftModel | None
-    layout: BlockLayout
+    group: KvGroup  # of all layers
     num_blocks: int
 
     @property
@@ -186,7 +188,6 @@ def _assemble(setup: _Setup) -> Engine:
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
-    kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
     if setup.device.type == "cuda":
@@ -206,7 +207,7 @@ def _assemble(setup: _Setup) -> Engine:
             cache=cache,
             arena=storage.arena,
             lanes=tuple(setup.lanes),
-            limits=PromptLimits(sizes.max_model_len, dims.vocab, kv_tokens),
+            limits=_prompt_limits(cache, sizes.max_model_len, dims.vocab),
             max_open=budget.max_batch * _WAITING_PER_ROW,
             seed=config.engine.seed,
             sampling=loaded.sampling,
@@ -221,21 +222,37 @@ def _assemble(setup: _Setup) -> Engine:
     )
 
 
+def _prompt_limits(cache: KvCache, max_model_len: int, vocab: int) -> PromptLimits:
+    kv_tokens = max(cache.num_blocks, cache.num_pageable) * cache.block_tokens
+    if not cache.keeps_all:  # blocks leave the device
+        kv_tokens = max(kv_tokens, max_model_len)
+    return PromptLimits(max_model_len, vocab, kv_tokens)
+
+
 def _models(setup: _Setup) -> _Models:
     config, device = setup.config, setup.device
     _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
     head, draft = _head(config, loaded.model), _draft(setup, loaded)
-    layout = layout_for(config, loaded.model.config, device, None if draft is None else draft.model.config)
-    models = _Models(loaded, head, draft, layout, _num_blocks(config, layout, loaded.model))
-    _max_model_len(config, models.dims, models.num_blocks)  # raises before memory is allocated
+    draft_dims = None if draft is None else draft.model.config
+    layout = layout_for(config, loaded.model.config, device, draft_dims)
+    group = KvGroup(layout, _windows(loaded.model.config, draft_dims))
+    models = _Models(loaded, head, draft, group, _num_blocks(config, layout, loaded.model))
+    # raises before memory is allocated
+    _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
+
+
+def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
+    """Of the layers in a block. A head's layer has the window of the target's last layer."""
+    of_draft = () if draft is None else draft.windows or (0,)
+    return dims.windows + of_draft if dims.windows else ()
 
 
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
-    scope = _scope(models.target, models.layout, digest)
-    storage = open_cache(setup.config, models.layout, scope, setup.device, models.num_blocks, setup.sanitizer)
+    scope = _scope(models.target, models.group.layout, digest)
+    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.sanitizer)
     setup.undo.callback(_close, storage.cache.close)
     return storage
 
@@ -243,11 +260,14 @@ def _storage(setup: _Setup, models: _Models) -> Opened:
 def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     config, dims, num_blocks, cache = setup.config, models.dims, models.num_blocks, storage.cache
     block_tokens, drafts = config.kv.block_tokens, config.speculation.drafts
-    max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
+    holds_all = _holds_all(models.group, num_blocks)
+    max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable, holds_all)
     budget = _budget(config, setup.device, max_model_len)
+    if not holds_all:
+        budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
     if storage.host_arena is not None and not any(dims.windows):
         budget = _with_deep(budget, config, num_blocks)
-    may_be_paged = _may_be_paged(config, max_model_len, num_blocks)
+    may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
         raise ConfigError(
             "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
@@ -269,7 +289,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         max_drafts=min(_MAX_STEP_DRAFTS, drafts * budget.max_batch),
         max_request_drafts=drafts,
         num_ahead=0 if models.proposer is None else drafts,
-        num_layers=models.layout.num_layers,
+        num_layers=models.group.layout.num_layers,
         target_layers=dims.num_layers,
     )
     return _Sizes(max_model_len, replace(budget, division=division), residency, limits)
@@ -364,9 +384,10 @@ def check_ahead(config: Config) -> None:
     device = device_for(config)
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
-    num_parameters, names = facts.num_parameters, facts.name
+    num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
+        draft_dims = draft.config
         num_parameters, names = (
             num_parameters + draft.num_parameters,
             (f"{facts.name} and of its draft model {draft.name}"),
@@ -389,7 +410,9 @@ def check_ahead(config: Config) -> None:
             f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
         )
     room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # the default, at most
-    _max_model_len(config, facts.config, room // layout.block_bytes if given is None else given)
+    num_blocks = room // layout.block_bytes if given is None else given
+    group = KvGroup(layout, _windows(facts.config, draft_dims))
+    _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))
 
 
 def _check_deterministic(config: Config, device: torch.device) -> None:
@@ -532,10 +555,24 @@ def _prefill_chunk(config: Config, device: torch.device) -> int:
     return config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
 
 
+def _holds_all(group: KvGroup, num_blocks: int) -> bool:
+    """False if a sequence of any length fits: blocks leave the device when no later token sees them."""
+    rule = group.rule
+    return rule.keeps_all or rule.most_slots(sys.maxsize, group.layout.block_tokens) > num_blocks
+
+
+def _fitting_chunk(cache: KvCache, chunk: int, max_model_len: int) -> int:
+    """Prompt tokens per step: at most `chunk`, and so few that a sequence fits."""
+    size = cache.block_tokens
+    while chunk > size and cache.most_slots(max_model_len, chunk) > cache.num_blocks:
+        chunk = max(size, (chunk - 1) // size * size)
+    return chunk
+
+
 def _max_model_len(
-    config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None
+    config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None, whole: bool = True
 ) -> int:
-    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet."""
+    """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
     is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
     unpaged = "a model with sliding windows is not paged out"
@@ -543,7 +580,7 @@ def _max_model_len(
         why = unpaged if is_windowed else "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
-    fits = takes = num_blocks * size
+    fits = takes = num_blocks * size if whole else dims.max_position
     if resident is not None and num_pageable is not None:
         takes = min(fits, max(resident // size, num_pageable) * size)
     if wanted is None:

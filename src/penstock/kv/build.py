@@ -17,6 +17,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
+from penstock.kv.rules import PrefixRule, rule_for
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
@@ -52,6 +53,18 @@ class StorageObserver(LaneObserver, PoolObserver, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose KV lies in one block. `windows`: how many tokens each of them sees; 0, or none: all."""
+
+    layout: BlockLayout
+    windows: tuple[int, ...] = ()
+
+    @property
+    def rule(self) -> PrefixRule:
+        return rule_for(self.windows, self.layout.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """A cache with the memory that steps compute in."""
 
@@ -63,13 +76,14 @@ class Opened:
 
 def open_cache(
     config: Config,
-    layout: BlockLayout,
+    group: KvGroup,
     scope: Scope,
     device: torch.device,
     num_blocks: int,
     observer: StorageObserver | None = None,
 ) -> Opened:
     """`num_blocks` on the device, and the tiers that `config` names."""
+    layout, rule = group.layout, group.rule
     arena = DeviceArena(layout, num_blocks, device)
     pool = BlockPool(num_blocks, arena.name, observer, _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
@@ -79,7 +93,7 @@ def open_cache(
         else None
     )
     if host_arena is None:
-        return Opened(KvCache(pool, scope, config.kv.prefix_cache), arena, guard)
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache, rule=rule), arena, guard)
     checks = None
     if guard is not None and observer is not None:
         checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
@@ -94,7 +108,7 @@ def open_cache(
         for store in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
-    return Opened(KvCache(pool, scope, config.kv.prefix_cache, tiers), arena, guard, host_arena)
+    return Opened(KvCache(pool, scope, config.kv.prefix_cache, tiers, rule), arena, guard, host_arena)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:

@@ -22,6 +22,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.ledger import Ledger
+from penstock.kv.rules import PrefixRule
 from penstock.kv.tiers.cold import Writing
 from penstock.kv.tiers.host import ABSENT, HOST
 from penstock.kv.tiers.loads import Copy
@@ -105,9 +106,14 @@ class KvCache(Ledger):
     snapshots, which store manifests there; `loads` and `saves` are for tests and measurements."""
 
     def __init__(
-        self, pool: BlockPool, scope: Scope, prefix_cache: bool = True, tiers: Tiers | None = None
+        self,
+        pool: BlockPool,
+        scope: Scope,
+        prefix_cache: bool = True,
+        tiers: Tiers | None = None,
+        rule: PrefixRule | None = None,
     ) -> None:
-        super().__init__(pool, scope, prefix_cache, tiers)
+        super().__init__(pool, scope, prefix_cache, tiers, rule)
         self._num_promoted = 0
         self._closed = False
 

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.slots import SlotState
+from penstock.kv.rules import PrefixRule, WholePrefix
 from penstock.kv.table import BlockTable, OpenTables
 from penstock.kv.tiers.host import HostLease, Part
 from penstock.kv.tiers.reads import Fetch
@@ -25,14 +25,20 @@ _HOST_SPARE_SHARE = 8  # 1 / this of the host slots is never promised to deep re
 
 
 class Ledger:
-    """Implements `contract.KvLedger`, which documents its calls, over one device pool and `tiers`.
+    """Implements `contract.KvLedger`, which documents its calls, over one device pool and `tiers`. `rule`
+    says which blocks a request needs; None: all.
 
     `prefix_cache` off: no device block gets a key, so none is found there, and every prefix comes from a
     colder tier. Without one, nothing is reused.
     """
 
     def __init__(
-        self, pool: BlockPool, scope: Scope, prefix_cache: bool = True, tiers: Tiers | None = None
+        self,
+        pool: BlockPool,
+        scope: Scope,
+        prefix_cache: bool = True,
+        tiers: Tiers | None = None,
+        rule: PrefixRule | None = None,
     ) -> None:
         if not pool.num_slots:
             raise ConfigError(f"pool {pool.name!r} needs at least one slot")
@@ -49,18 +55,26 @@ class Ledger:
         # speed of prompt computation: loading is weighed against it, and chunks are sized by it
         self.prefill = self.loads.costs.prefill
         self.num_blocks = pool.num_slots
+        self.rule = WholePrefix(scope.block_tokens) if rule is None else rule
         # The rest of host memory is left to other requests.
-        num_host = self.host.num_slots
-        self.num_pageable = num_host - num_host // _HOST_SPARE_SHARE if prefix_cache else 0
+        num_host = self.host.num_slots if prefix_cache and self.rule.keeps_all else 0
+        self.num_pageable = num_host - num_host // _HOST_SPARE_SHARE
         self._pool = pool
         self._plain_digest = scope.of().digest()  # of requests without salt and adapter
-        self._tables = OpenTables(pool, tiers, scope.block_tokens, prefix_cache)
+        self._tables = OpenTables(pool, tiers, self.rule, scope.block_tokens, prefix_cache)
 
     # ---------------------------------------------------------------------------------------------- questions
 
     @property
+    def keeps_all(self) -> bool:
+        return self.rule.keeps_all
+
+    def most_slots(self, num_tokens: int, step_tokens: int) -> int:
+        return self.rule.most_slots(num_tokens, step_tokens)
+
+    @property
     def num_available(self) -> int:
-        return self._pool.num_available
+        return self.rule.num_available(self._pool)
 
     @property
     def num_free(self) -> int:
@@ -72,6 +86,10 @@ class Ledger:
         if self.saves.mover.is_late():
             return self.loads.num_abandoned(late=False)
         return max(0, self._pool.counts.pinned - self.loads.num_abandoned(late=True))
+
+    @property
+    def num_leaving(self) -> int:
+        return 0 if self.rule.keeps_all else self._pool.counts.pinned
 
     def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """The identity under which the KV of `tokens` is shared. None if nothing is shared."""
@@ -96,31 +114,32 @@ class Ledger:
     ) -> Match:
         """Holds nothing, so it is valid until the next call that draws slots. Blocks of `lease` may be
         evicted until they are claimed."""
-        slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None)
-        num, num_idle = len(slots), len(self._pool.book.those_in(SlotState.IDLE, slots))
+        rule, pool = self.rule, self._pool
+        found = rule.find(pool, keys, want if isinstance(want, PoolWant) else None)
         if most_resident is not None:
             num_paged = self.host.num_leading(keys)
-            if num_paged < num <= most_resident:
-                return Match(num, num_idle, False)
+            if num_paged < found.num_blocks <= most_resident:
+                return Match(found.num_blocks, rule.num_taken(pool, found.slots), False)
             return Match(0, 0, False, num_paged=num_paged)
-        pending, num_colder = self.is_pending(keys, want), 0
+        pending = self.is_pending(keys, want)
         if isinstance(lease, HostLease) and not pending:
             lease.refresh()
             lease.grow()
-            num_colder = self.loads.worth(lease, num)
-        return Match(num, num_idle, pending, num_colder)
+            found = rule.with_lease(found, pool, keys, lease, self.loads)
+        num_taken = rule.num_taken(pool, found.slots)
+        return Match(found.num_blocks, num_taken, pending, found.num_colder, num_gone=found.first)
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Cheap also for a long prefix that was asked for before."""
         like = want if isinstance(want, PoolWant) else None
-        num = len(self._pool.find(keys, like)) if self._tables.reuses else len(keys)
+        num = self.rule.find(self._pool, keys, like).num_blocks if self._tables.reuses else len(keys)
         if num == len(keys):
             return False
         # Waiting pays if another request computes the next key, or if it is being promoted and is not late. A
         # key covers all tokens before it, so its block number is the same in every prefix.
         if any(table.announces(num, keys[num]) for table in self._tables.announcing):
             return True
-        return bool(self.loads.in_flight) and self.loads.is_coming(num, keys[num])
+        return bool(self.loads.in_flight) and self.rule.is_coming(num, keys, self.loads)
 
     def start_s(self, num_tokens: int, match: Match) -> float | None:
         if not self.host.num_slots:
@@ -142,7 +161,7 @@ class Ledger:
         """Only looks at the device; its blocks may be evicted before the request is planned."""
         if not self.host.num_slots:
             return None
-        num = 0 if whole else len(self._pool.find(prefix.keys))
+        num = 0 if whole else self.rule.first_colder(self._pool, prefix.keys, self.host)
         if num == len(prefix.keys):
             return None
         return self.loads.lease(prefix.keys, owner, num, _parts_of(earlier))
@@ -165,10 +184,11 @@ class Ledger:
             return None  # cold tiers answered recently that they have none of its blocks
         if not (is_next or self.may_prefetch):
             return None
-        num = 0 if whole else len(self._pool.find(prefix.keys))
-        if num == len(prefix.keys):
+        known = lease if isinstance(lease, HostLease) else None
+        num, keys = (0, prefix.keys) if whole else self.rule.to_read(self._pool, prefix.keys, known)
+        if num == len(keys):
             return None
-        return self.loads.reader.fetch(owner, prefix.keys, num, self.loads.deadline_s, parts, is_next)
+        return self.loads.reader.fetch(owner, keys, num, self.loads.deadline_s, parts, is_next)
 
     # --------------------------------------------------------------------------------------------------- room
 
@@ -178,7 +198,7 @@ class Ledger:
         if not self._tables.reuses:
             return None
         like = earlier if isinstance(earlier, PoolWant) else None
-        return self._pool.want(self._pool.find(tuple(keys), like), rank, like)
+        return self._pool.want(self.rule.find(self._pool, tuple(keys), like).slots, rank, like)
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
         return self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)
@@ -193,22 +213,33 @@ class Ledger:
 
     @overload
     def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: None = None
+        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: None = None, num_gone: int = 0
     ) -> BlockTable: ...
 
     @overload
     def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+        self,
+        owner: str,
+        prefix: Prefix | None,
+        num_blocks: int,
+        num_paged: int | None = None,
+        num_gone: int = 0,
     ) -> BlockTable | None: ...
 
     def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+        self,
+        owner: str,
+        prefix: Prefix | None,
+        num_blocks: int,
+        num_paged: int | None = None,
+        num_gone: int = 0,
     ) -> BlockTable | None:
         keys: Sequence[bytes] = () if prefix is None else prefix.keys
-        slots, pin = self._pool.find(keys)[:num_blocks], None
-        if len(slots) != num_blocks:
+        slots, pin = self._pool.find(keys[num_gone:])[: num_blocks - num_gone], None
+        if len(slots) != num_blocks - num_gone:
             raise InvariantBroken(
-                f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here"
+                f"{owner!r} opens a table with {num_blocks - num_gone} cached blocks, of which {len(slots)} "
+                "are here"
             )
         if num_paged:
             pin = self.host.pin_run(keys[:num_paged], owner)
@@ -217,7 +248,7 @@ class Ledger:
             if len(pin.run) < num_paged:
                 pin.end()
                 return None
-        hold = self._pool.hold(owner, slots, num_paged or 0)
+        hold = self._pool.hold(owner, slots, num_paged or num_gone)
         return self._tables.add(hold, prefix, num_blocks or num_paged or 0, num_paged is not None, pin)
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:

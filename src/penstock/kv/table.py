@@ -20,6 +20,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import block_key, private_scope
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.rules import PrefixRule
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.tiers import Tiers
@@ -37,8 +38,11 @@ class OpenTables:
     """The open tables of one cache, and the pools that they draw from. `reuses`: blocks of the device are
     found by their keys."""
 
-    def __init__(self, pool: BlockPool, tiers: Tiers, block_tokens: int, reuses: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, tiers: Tiers, rule: PrefixRule, block_tokens: int, reuses: bool
+    ) -> None:
         self.pool = pool
+        self.rule = rule
         self.host, self.writeback = tiers.host, tiers.writeback
         self.saves, self.loads = tiers.saves, tiers.loads
         self.block_tokens = block_tokens
@@ -85,7 +89,8 @@ class OpenTables:
                 return
             if table.is_deep:
                 continue
-            num = self.host.give_way(table.sealed_keys[table.num_alone :], num_blocks)
+            first = max(table.num_alone, table.num_gone)  # the device may not have those before
+            num = self.host.give_way(table.sealed_keys[first:], num_blocks)
             num_blocks -= num
             if num_blocks > 0:
                 table.num_alone = table.num_keyed
@@ -185,7 +190,11 @@ class BlockTable:
 
     @property
     def num_paged(self) -> int:
-        return self.hold.num_dropped
+        return self.paged_slots.size
+
+    @property
+    def num_gone(self) -> int:
+        return self.hold.num_dropped - self.paged_slots.size
 
     @property
     def num_keyed(self) -> int:
@@ -240,6 +249,16 @@ class BlockTable:
         num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)
         keys = () if self.prefix is None else self.prefix.keys[first:num_whole]
         return self._tables.loads.begin(hold, first, lease, keys, reservation.after, num_next)
+
+    def let_go(self, num_tokens: int, fence: Fence | None) -> int:
+        end = self._tables.rule.first_block(num_tokens)
+        if self.prefix is not None:
+            end = min(end, self.num_keyed)  # blocks that are not sealed yet would be lost to later requests
+        num = end - self.hold.num_dropped
+        if num <= 0:
+            return 0
+        self.hold.drop_first(num, fence)
+        return num
 
     # --------------------------------------------------------------------------------------------------- keys
 

@@ -42,11 +42,17 @@ class Stacked(Rig):
         num_device: int = 12,
         num_host: int = 16,
         prefix_cache: bool = True,
+        window: int = 0,
     ) -> None:
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in tiers or ("ssd",)}
         super().__init__(
-            num_device, num_host, load_always=True, prefix_cache=prefix_cache, admission=admission
+            num_device,
+            num_host,
+            load_always=True,
+            prefix_cache=prefix_cache,
+            admission=admission,
+            window=window,
         )
         self.tiers = self.cache.cold_tiers
         self.loads._part_blocks = PART
@@ -111,7 +117,7 @@ class Stacked(Rig):
         while not all(fence.passed() for fence in fences):
             assert self.compute.step(), "it waits for something else than steps"
         keys = self.keys(num_blocks, name)
-        slots = table.hold.slots[table.num_keyed : num_blocks]
+        slots = table.hold.first(num_blocks)[table.num_keyed :].tolist()
         self.lanes.touch(Access("device", slots, ALL, Mode.WRITE), table.owner)
         self.device.write(slots, ALL, [[key] * LAYERS for key in keys[table.num_keyed :]])
         table.seal([ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, None)

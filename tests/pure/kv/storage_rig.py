@@ -11,6 +11,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
+from penstock.kv.rules import rule_for
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy
@@ -37,7 +38,9 @@ class Rig:
         load_always: bool = False,
         prefix_cache: bool = True,
         admission: AdmissionName = "always",
+        window: int = 0,
     ) -> None:
+        """`window`: tokens that a token sees; 0: all."""
         self.now_s = 0.0
         self.device, self.host_arena = TagArena("device", num_device, LAYERS), self.make_host_arena(num_host)
         self.lanes = SteppedLanes(self.device, self.host_arena)
@@ -54,7 +57,7 @@ class Rig:
         tiers = Tiers.of(self.pool, self.host, self.make_cold(), (loader, saver), LAYOUT, limits)
         self.loads, self.saves, self.writeback = tiers.loads, tiers.saves, tiers.writeback
         self.tiers = tiers
-        self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers)
+        self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers, rule_for((window,), BLOCK))
 
     def set_limits(self, limits: TierLimits) -> None:
         self.saves.limits = self.loads.limits = self.loads.costs.limits = limits

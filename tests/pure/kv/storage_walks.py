@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.config import AdmissionName
-from penstock.contract import Lease, Prefix
+from penstock.contract import Lease, Match, Prefix
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import reads as reads_module
@@ -27,7 +27,7 @@ from penstock.kv.tiers.writeback import Persisting
 from penstock.testing.stores import MemoryStore
 from tests.event_walks import Event, choose_events, told_shortly
 from tests.pure.kv.stacked_rig import ALL, Stacked
-from tests.pure.kv.storage_rig import LAYERS
+from tests.pure.kv.storage_rig import BLOCK, LAYERS
 
 MAX_OPEN = 5
 
@@ -65,6 +65,7 @@ class Shape(NamedTuple):
     read_ahead: int
     num_stored: int
     makes_room: bool  # requests in line want their blocks, and nothing is lost for those that are admitted
+    window: int = 0  # tokens that a token sees; 0: all
 
 
 class Walker:
@@ -77,7 +78,9 @@ class Walker:
             num_device=shape.num_device,
             num_host=shape.num_host,
             prefix_cache=shape.prefix_cache,
+            window=shape.window,
         )
+        self.window = shape.window
         self.makes_room = shape.makes_room
         self.asked: list[Asked] = []
         self.claims: list[Claim] = []
@@ -115,7 +118,7 @@ class Walker:
     def _check_load(self, asked: Asked, load: BlockLoad, table: BlockTable) -> None:
         num, wanted = load.num_landed, asked.num_wanted
         keys = asked.prefix.keys[asked.first : asked.first + num]
-        slots = table.hold.slots[asked.first : asked.first + num]
+        slots = table.hold.first(asked.first + num)[asked.first :].tolist()
         assert self.rig.device.read(slots, ALL) == [[key] * LAYERS for key in keys], (
             "what is said to have landed is not there"
         )
@@ -153,6 +156,7 @@ class Walker:
             return
         asked, cache = r.choice(waiting), self.rig.cache
         match = cache.match(asked.prefix.keys, asked.lease)
+        self._check_match(asked, match)
         self.seen["pending"] += match.pending
         num_new = asked.num_blocks - match.num_blocks
         if match.pending or num_new > cache.num_available - match.num_idle:
@@ -165,7 +169,8 @@ class Walker:
                 "nothing has happened since the match"
             )
         self._end_want(asked)
-        asked.table = cache.open(f"request {self.asked.index(asked)}", asked.prefix, match.num_blocks)
+        name = f"request {self.asked.index(asked)}"
+        asked.table = cache.open(name, asked.prefix, match.num_blocks, num_gone=match.num_gone)
         asked.first, asked.num_wanted = match.num_blocks, match.num_colder
         lease, asked.lease = asked.lease, None
         if lease is not None and match.num_colder:
@@ -174,6 +179,27 @@ class Walker:
             self.seen["cold load that shares a fetch"] += bool(asked.load.awaited)
         elif lease is not None:
             lease.end()
+
+    def _check_match(self, asked: Asked, match: Match) -> None:
+        """Every block that the token after it sees is on the device, or in the lease."""
+        num_tokens = (match.num_blocks + match.num_colder) * BLOCK
+        first = max(0, num_tokens - self.window) // BLOCK if self.window else 0
+        assert match.num_gone <= first, "it lacks tokens that are seen"
+        needed = asked.prefix.keys[match.num_gone : match.num_blocks]
+        assert -1 not in self.rig.pool.find_each(needed), "the device does not have what matched"
+        self.seen["match of a window"] += match.num_gone > 0
+
+    def blocks_leave_the_window(self, r: random.Random) -> None:
+        """As when it goes on: what no later token sees goes back, perhaps while it is being saved."""
+        filled = self._those(lambda one: one.table is not None and one.filled)
+        if filled:
+            table = r.choice(filled).table
+            assert table is not None
+            pins = self.rig.pool.book.pins[table.hold.run]
+            num = table.let_go(table.num_keyed * BLOCK, self.rig.step())
+            assert num == 0 or self.window
+            self.seen["left the window"] += num > 0
+            self.seen["left the window while it is saved"] += bool(pins[:num].any())
 
     def rank(self, r: random.Random) -> None:
         """Those that wait are looked at again: what the device has of them is wanted."""
@@ -213,21 +239,27 @@ class Walker:
         if ready:
             asked = r.choice(ready)
             assert asked.table is not None
+            if asked.table.num_gone and asked.load is not None and asked.load.error() is not None:
+                self._end(asked, r)  # what landed is no prefix; it would begin again
+                return
             if asked.num_blocks - asked.table.num_slots <= self.rig.cache.num_available:
                 self.rig.fill(asked.table, asked.num_blocks, asked.name)
                 asked.filled = True
 
     def end(self, r: random.Random) -> None:
         if self.asked:
-            asked = self.asked.pop(r.randrange(len(self.asked)))
-            self._end_want(asked)
-            if asked.lease is not None:
-                asked.lease.end()
-            if asked.table is not None:
-                self.seen["cancelled while loading"] += (
-                    asked.load is not None and asked.load.is_cold and not asked.load.settled
-                )
-                asked.table.release(self.rig.step() if r.random() < 0.5 else None)
+            self._end(self.asked[r.randrange(len(self.asked))], r)
+
+    def _end(self, asked: Asked, r: random.Random) -> None:
+        self.asked.remove(asked)
+        self._end_want(asked)
+        if asked.lease is not None:
+            asked.lease.end()
+        if asked.table is not None:
+            self.seen["cancelled while loading"] += (
+                asked.load is not None and asked.load.is_cold and not asked.load.settled
+            )
+            asked.table.release(self.rig.step() if r.random() < 0.5 else None)
 
     # -------------------------------------------------------------------------------------------------- lanes
 
@@ -340,7 +372,10 @@ WEIGHTS = {
 CROWDED_WEIGHTS = {**WEIGHTS, "rank": 8}
 
 
-def choose(seed: int) -> tuple[Shape, list[Event]]:
+WINDOW_WEIGHTS = {**WEIGHTS, "blocks_leave_the_window": 14}
+
+
+def choose(seed: int, windowed: bool = False) -> tuple[Shape, list[Event]]:
     r = random.Random(seed)
     shape = Shape(
         tiers=r.choice([("ssd",), ("ssd",), ("remote",), ("ssd", "remote")]),
@@ -352,7 +387,10 @@ def choose(seed: int) -> tuple[Shape, list[Event]]:
         num_stored=r.randint(0, 6),
         makes_room=seed % 3 == 0,
     )
-    return shape, choose_events(r, CROWDED_WEIGHTS if shape.makes_room else WEIGHTS, r.randint(30, 100))
+    weights = CROWDED_WEIGHTS if shape.makes_room else WEIGHTS
+    if windowed:
+        shape, weights = shape._replace(window=r.choice([1, 4, 6, 9])), WINDOW_WEIGHTS
+    return shape, choose_events(r, weights, r.randint(30, 100))
 
 
 @contextmanager
@@ -388,7 +426,7 @@ def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
         return walker.seen
 
 
-def walk_and_shorten(seed: int) -> Counter[str]:
+def walk_and_shorten(seed: int, windowed: bool = False) -> Counter[str]:
     """A walk; where it fails, as few events as fail in the same way are named."""
-    shape, events = choose(seed)
+    shape, events = choose(seed, windowed)
     return told_shortly(lambda some: walk(shape, some), events, f"walk {seed} through {shape}")

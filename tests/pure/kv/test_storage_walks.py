@@ -33,6 +33,21 @@ def test_bytes_books_and_promises_hold_in_any_order_of_events() -> None:
     assert [name for name in WANTED if not seen[name]] == [], "the walks did not meet what this test is about"
 
 
+def test_they_hold_for_blocks_that_leave_windows() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_WALKS):
+        seen += walk_and_shorten(seed, windowed=True)
+    wanted = (
+        "match of a window",
+        "left the window",
+        "left the window while it is saved",
+        "came",
+        "ended short",
+        "pending",
+    )
+    assert [name for name in wanted if not seen[name]] == [], "the walks did not meet what this test is about"
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_walk_notices_a_defect_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

@@ -13,6 +13,7 @@ from penstock.engine.scheduling.placement import NO_MATCH, Placed, Placement
 from penstock.engine.scheduling.residency import KeptContext, KeptContexts, ResidentSet
 from penstock.engine.scheduling.stages import RunningRequest, WaitingRequest
 from penstock.engine.scheduling.steps import NextStep
+from penstock.engine.scheduling.windowed import Windowed
 from penstock.errors import InvariantBroken
 
 # one step of a deep request computes at most this part (1/n) of the blocks that it may have on the device
@@ -41,7 +42,7 @@ class DeepContexts:
         # (id, range of kept key bounds) of scored requests that left since the last call of `take_left`
         self._left: list[tuple[str, range]] = []
         self._tau = tau
-        self._on_device = Placement(ledger)
+        self._on_device = Placement(ledger) if ledger.keeps_all else Windowed(ledger, budget)
 
     def placement(self, request: Request, num_tokens: int) -> Placement:
         """For a request that has at most `num_tokens` tokens of KV."""
@@ -193,7 +194,8 @@ class Deep(Placement):
 
     def cached(self, waiting: WaitingRequest, match: Match) -> tuple[int, Sequence[tuple[str, int]]]:
         num_blocks = match.num_blocks + match.num_paged
-        return num_blocks * self._ledger.block_tokens, (("host", match.num_paged),)
+        runs = ("device", match.num_blocks), ("host", match.num_paged)
+        return num_blocks * self._ledger.block_tokens, runs
 
     def enter(self, running: RunningRequest) -> None:
         self._contexts.num_host_blocks += self.num_host_blocks

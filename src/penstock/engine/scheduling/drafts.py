@@ -89,7 +89,9 @@ class Drafting:
         if running.num_planned < running.num_cached:
             return 0
         most = min(sampling.max_tokens - (life.num_expected - life.num_prompt) - 1, running.num_unmasked)
-        num_blocks = running.promised if self._may_draw else running.table.num_slots
+        num_blocks = running.table.num_slots
+        if self._may_draw:
+            num_blocks += life.placement.may_draw(running)
         return min(most, num_blocks * self._block_tokens - running.num_planned - 1)
 
     def draw_room(self, running: RunningRequest, num_tokens: int, num_ahead: int) -> int:
@@ -97,8 +99,8 @@ class Drafting:
         Drafts without slots are not verified."""
         life, table, size = running.life, running.table, self._block_tokens
         end = running.num_planned + num_tokens
-        most = min(num_ahead, life.lifetime_tokens - end, running.promised * size - end)
-        most = min(most, running.num_unmasked)
+        capacity = (table.num_slots + life.placement.may_draw(running)) * size
+        most = min(num_ahead, life.lifetime_tokens - end, capacity - end, running.num_unmasked)
         if most <= 0 or end < life.num_expected or not life.placement.may_draft:
             return 0
         wanted = blocks_for(end + most, size) - table.num_slots

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Scoring, Table
 
 if TYPE_CHECKING:
-    from penstock.engine.scheduling.stages import RunningRequest, WaitingRequest
+    from penstock.engine.scheduling.stages import Life, RunningRequest, WaitingRequest
     from penstock.engine.scheduling.steps import NextStep
 
 NO_MATCH = Match(0, 0, False)
@@ -28,8 +28,8 @@ class Placed(NamedTuple):
 
 
 class Placement:
-    """Has no state of a request: one serves all ordinary ones. `Deep` overrides it for a request that has
-    only its last blocks on the device."""
+    """Has no state of a request: one serves all ordinary ones. `Windowed` overrides it for models whose
+    tokens see only the last ones, `Deep` for a request that has only its last blocks on the device."""
 
     may_draft = True  # drafts may be verified for it
     # Blocks that it has on the device at most, however long it gets. None: all of its blocks.
@@ -108,15 +108,19 @@ class Placement:
         return self._ledger.open(waiting.request.id, waiting.life.prefix, match.num_blocks)
 
     def cached(self, waiting: WaitingRequest, match: Match) -> tuple[int, Sequence[tuple[str, int]]]:
-        """Cached tokens of a table that begins with `match`, and the tiers of its blocks that are not on the
-        device."""
+        """Cached tokens of a table that begins with `match`, and the tiers of its blocks."""
         size, lease = self._ledger.block_tokens, waiting.lease
-        num_tokens = (match.num_blocks + match.num_colder) * size
+        num_tokens, on_device = (match.num_blocks + match.num_colder) * size, ("device", match.num_blocks)
         if lease is None:
-            return num_tokens, ()
+            return num_tokens, (on_device,)
         # after a retraction the lease ends inside a block
         num_tokens = min(num_tokens, max(lease.num_tokens, match.num_blocks * size))
-        return num_tokens, lease.runs_from(match.num_blocks)
+        return num_tokens, (on_device, *lease.runs_from(match.num_blocks))
+
+    def most_blocks(self, life: Life, num_tokens: int) -> int:
+        """Blocks that it has on the device at one time until it has `num_tokens` tokens. Not asked with
+        `fixed_blocks`."""
+        return self._ledger.most_slots(num_tokens, num_tokens)
 
     def enter(self, running: RunningRequest) -> None:
         """It has a table."""
@@ -126,6 +130,11 @@ class Placement:
     def may_draw(self, running: RunningRequest) -> int:
         """Promised blocks that its table does not have yet."""
         return running.promised - running.table.num_slots
+
+    def make_way(self, running: RunningRequest, num_blocks: int, fence: Fence | None) -> int:
+        """It is about to draw `num_blocks`: give back those that it no longer needs. Returns the change of
+        `may_draw`. `fence` follows all launched steps."""
+        return 0
 
     def num_fitting(
         self, running: RunningRequest, num_tokens: int, step: NextStep, fence: Fence | None

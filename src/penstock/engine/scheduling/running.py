@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Sequence
 from operator import itemgetter
 
-from penstock.contract import KvLedger, Lease, Match
+from penstock.contract import Fence, KvLedger, Lease, Match
 from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
 from penstock.engine.scheduling.lengths import LEAST, Lengths
 from penstock.engine.scheduling.stages import Life, RunningRequest, State, WaitingRequest, begin
@@ -106,7 +106,7 @@ class Running:
     def _needs(self, life: Life, match: Match) -> int:
         """Blocks to promise to it: its likely need on the device at one time, less the blocks already
         there."""
-        return self.most_blocks(life) - match.num_blocks
+        return self.most_blocks(life) - match.num_held
 
     def most_blocks(self, life: Life) -> int:
         """Blocks that it is likely to have on the device at one time."""
@@ -121,7 +121,7 @@ class Running:
         if life.state is State.RETRACTED:
             num = min(life.request.sampling.max_tokens, max(num, 2 * life.num_written))
         num_kept = life.num_prompt + max(0, num - 1)  # the last one is never fed back
-        return blocks_for(num_kept, self._ledger.block_tokens)
+        return life.placement.most_blocks(life, num_kept)
 
     # -------------------------------------------------------------------------------------------- in and out
 
@@ -134,11 +134,10 @@ class Running:
         if table is None:
             return None
         promised = self.most_blocks(life)
-        num_now = min(promised, blocks_for(len(life.tokens), size)) - match.num_blocks
+        needed = promised - match.num_held
+        num_now = min(needed, blocks_for(len(life.tokens), size) - match.num_blocks)
         # keeps the slots for answers free besides what it draws now
-        self._ledger.free_up(
-            min(self._promises.num + promised - match.num_blocks, num_now + self._num_for_answers)
-        )
+        self._ledger.free_up(min(self._promises.num + needed, num_now + self._num_for_answers))
         running = begin(waiting, heapq.heappop(self.free_rows), table, match, size)
         running.promised = running.assured = promised
         placement.enter(running)
@@ -157,10 +156,11 @@ class Running:
         return running
 
     def _draw_first(self, running: RunningRequest) -> None:
-        """The slots of its prompt; step by step where memory is promised more than once, or not all of it is
-        there at the same time."""
+        """The slots of its prompt, as far as they are promised; step by step where memory is promised more
+        than once, or not all of it is there at the same time."""
         life, table = running.life, running.table
         num_blocks = blocks_for(len(life.tokens), self._ledger.block_tokens) - table.num_slots
+        num_blocks = min(num_blocks, life.placement.may_draw(running))
         if self._budget.overcommit > 1.0 or num_blocks <= 0 or life.placement.fixed_blocks is not None:
             return
         if not table.try_extend(num_blocks):
@@ -200,11 +200,16 @@ class Running:
                 one
                 for one in leaving
                 if one.life.placement.fixed_blocks is None
-                and (one is running or one.table.num_slots > one.assured)
+                and (one is running or one.promised - one.life.placement.may_draw(one) > one.assured)
             ]
         return max(leaving, key=lambda other: (other.request.priority, other.life.order))
 
     # ------------------------------------------------------------------------------------------------ drawing
+
+    def make_way(self, running: RunningRequest, num_blocks: int, fence: Fence | None) -> None:
+        """Before it draws: take back the blocks that it no longer needs. `fence` follows all launched
+        steps."""
+        self._promises.num += running.life.placement.make_way(running, num_blocks, fence)
 
     def try_draw(self, running: RunningRequest, num_blocks: int) -> bool:
         """Draw promised blocks, and more if there is room. All or nothing."""
@@ -223,9 +228,9 @@ class Running:
         unpromised. This happens some blocks early, so that other requests can end meanwhile; then one slot in
         64 stays unpromised, as at admission."""
         life = running.life
-        if running.promised == blocks_for(life.lifetime_tokens, self._ledger.block_tokens):
-            return
         num_beyond = num_blocks - life.placement.may_draw(running)
+        if num_beyond <= 0 and running.promised == life.placement.most_blocks(life, life.lifetime_tokens):
+            return
         room = self._num_unpromised - (0 if num_beyond > 0 else self._ledger.num_blocks // _SPARE_SHARE)
         num_more = min(room, max(num_beyond, self._likely(life) - running.promised))
         if num_more >= max(1, num_beyond):
@@ -263,10 +268,9 @@ class Running:
         promised = sum(one.life.placement.may_draw(one) for one in running)
         if promised != self._promises.num:
             raise InvariantBroken(f"{self._promises.num} blocks are promised, requests may draw {promised}")
-        if self._budget.overcommit == 1.0 and promised > self._ledger.num_available:
-            raise InvariantBroken(
-                f"{promised} blocks are promised, {self._ledger.num_available} can be drawn"
-            )
+        num_backed = self._ledger.num_available + self._ledger.num_leaving
+        if self._budget.overcommit == 1.0 and promised > num_backed:
+            raise InvariantBroken(f"{promised} blocks are promised, {num_backed} can be drawn or soon can")
         rows = sorted([one.row for one in running] + self.free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")

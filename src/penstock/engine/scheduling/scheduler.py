@@ -261,22 +261,30 @@ class Scheduler:
                 self._end_load(running, load)
             elif state is State.RUNNING:
                 continue  # it runs, but no step had room for it yet
-            elif load.overdue:  # the load keeps its slots; the request goes back in line and computes its KV
-                life = running.life
-                self._leave(running)
-                life.move(State.RETRACTED if life.num_retractions else State.WAITING)
-                life.computes = True
-                self.admission.wait(life, None)
+            elif load.overdue:  # the load keeps its slots
+                self._go_back(running)
             elif self.running.num_loading == len(self.running) and load.error() is None and _may_begin(load):
                 # No other request computes now, so a step that waits for this load delays none.
                 self._set_off(running)
 
     def _end_load(self, running: RunningRequest, load: Load) -> None:
         if load.error() is not None:
+            if running.table.num_gone:  # what landed is not the beginning of its context
+                self._go_back(running)
+                return
             running.compute_rest(load.num_landed, self._block_tokens)
         running.load = None
         if running.life.state is State.LOADING:
             self._set_off(running)
+
+    def _go_back(self, running: RunningRequest) -> None:
+        """It does not wait for its load any longer: it goes back in line, and computes its KV."""
+        life = running.life
+        self._leave(running)
+        life.num_retractions += life.state is State.RUNNING
+        life.move(State.RETRACTED if life.num_retractions else State.WAITING)
+        life.computes = True
+        self.admission.wait(life, None)
 
     def _set_off(self, running: RunningRequest) -> None:
         """It joins the steps from now on."""
@@ -294,6 +302,7 @@ class Scheduler:
         if num_lacking <= 0:
             return True
         wanted = blocks_for(num_lacking, size)
+        self.running.make_way(running, wanted, self._steps.last_fence)
         while not self.running.try_draw(running, wanted):
             if self.running.num_short(running, wanted) <= self._ledger.num_settling:
                 # running transfers will free enough: it waits for them, and no request is retracted

@@ -55,12 +55,12 @@ class Sources:
     def read(self, prefetch: Prefetch) -> None:
         self._origins.update(prefetch.origins)
 
-    def of_table(self, num_resident: int, colder: Sequence[tuple[str, int]], block_tokens: int) -> Runs:
-        """The sources of a table that begins with `num_resident` blocks on the device and then those of
-        `colder`, in blocks. A block in host memory may have been read from a colder tier for it."""
+    def of_table(self, runs: Sequence[tuple[str, int]], block_tokens: int) -> Runs:
+        """The sources of a table that begins with `runs`, in blocks. A block in host memory may have been
+        read from a colder tier for it."""
         found: list[tuple[str, int]] = []
         end = 0
-        for tier, num in (("device", num_resident), *colder):
+        for tier, num in runs:
             first, end = end, end + num
             tiers = (
                 self._origins.get(block, tier) if tier == "host" else tier for block in range(first, end)
@@ -241,8 +241,8 @@ def begin(waiting: WaitingRequest, row: int, table: Table, match: Match, block_t
     """The admission: the next stage of a request whose table begins with `match`."""
     if waiting.prefetch is not None:
         waiting.life.sources.read(waiting.prefetch)
-    num_tokens, colder = waiting.life.placement.cached(waiting, match)
-    sources = waiting.life.sources.of_table(match.num_blocks, colder, block_tokens)
+    num_tokens, runs = waiting.life.placement.cached(waiting, match)
+    sources = waiting.life.sources.of_table(runs, block_tokens)
     running = RunningRequest(waiting.life, row, table, match.num_blocks * block_tokens, num_tokens, sources)
     waiting.life.running = running
     return running

@@ -82,6 +82,12 @@ class PoolWant:
         evicted."""
         return self in self._order.wants and not self.gone.any()
 
+    def is_for(self, slots: Run) -> bool:
+        """Whether it still protects all its blocks, and these are `slots`: the last block of a prefix says
+        which prefix it is."""
+        num = len(slots)
+        return self.num_blocks == num and (not num or self.slots[-1] == slots[-1]) and self.protects
+
     def end(self) -> None:
         """Idempotent. For any thread."""
         self._order.end(self)

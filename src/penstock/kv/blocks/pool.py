@@ -234,6 +234,12 @@ class BlockPool:
         return self.book.num_in[SlotState.FREE]
 
     @property
+    def num_shared(self) -> int:
+        """Slots that the holders of shared slots would need in addition if each had its own."""
+        num_in = self.book.num_in
+        return self.book.num_holds - num_in[SlotState.ACTIVE] - num_in[SlotState.RESERVED]
+
+    @property
     def num_unwanted(self) -> int:
         """Slots that can be reserved without evicting a wanted block."""
         return self.num_free + len(self.idle.others)
@@ -285,7 +291,7 @@ class BlockPool:
         slots = sorted((self._free or self._fresh).popleft() for _ in range(num_slots))
         run = np.array(slots, np.intp)
         self.book.move(run, SlotEvent.RESERVE, SlotState.RESERVED, owner)
-        self.book.holds[run] += 1
+        self.book.add_holds(run)
         reservation = Reservation(owner, self, run, self.last_use.after(run))
         out[reservation] = None
         return reservation
@@ -306,7 +312,7 @@ class BlockPool:
             self.idle.remove(book.those_in(SlotState.IDLE, run))
             self.idle.others.hit(run)
             book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
-            book.holds[run] += 1
+            book.add_holds(run)
         hold = Hold(owner, self, num_elsewhere)
         hold.append(run)
         out[hold] = None
@@ -343,6 +349,8 @@ class BlockPool:
         self.last_use.note(run, fence)
         count[run] -= 1
         book = self.book
+        if count is book.holds:
+            book.num_holds -= len(run)
         left = run[book.holds[run] == 0]
         is_pinned = book.pins[left] > 0
         is_idle = self.index.sealed[left] & ~is_pinned
@@ -389,9 +397,9 @@ class BlockPool:
     @_locked
     def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Mark the sealed `slots` as wanted: they are evicted after unwanted ones, the greatest `rank` first.
-        Ends by itself when nothing else is left to evict. `earlier`: the want that it replaces, for the same
-        blocks. If both have the same number of blocks and none was evicted, `earlier` is reused."""
-        if earlier is not None and earlier.num_blocks == len(slots) and earlier.protects:
+        Ends by itself when nothing else is left to evict. `earlier`: the want that it replaces, for a prefix
+        of the same request. If it has the same blocks and none was evicted, it is reused."""
+        if earlier is not None and earlier.is_for(slots):
             earlier.rank = rank
             return earlier
         want = self.idle.want(slots, self.book.those_in(SlotState.IDLE, slots), rank)
@@ -461,7 +469,7 @@ class BlockPool:
                     f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted "
                     f"{counted}"
                 )
-        if self.counts != SlotCounts(*map(len, in_state.values())):
+        if self.counts != SlotCounts(*map(len, in_state.values())) or self.book.num_holds != holds.total():
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
         if (
             sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE]

@@ -95,10 +95,15 @@ class SlotBook:
     def __init__(self, num_slots: int, pool: str, observer: PoolObserver | None) -> None:
         self.state = np.zeros(num_slots, np.uint8)  # a SlotState each
         self.holds = np.zeros(num_slots, np.int32)  # by tables; a reservation counts as one
+        self.num_holds = 0  # their sum
         self.pins = np.zeros(num_slots, np.int32)
         self.num_in = [num_slots, 0, 0, 0, 0]  # by state
         self._pool = pool
         self._observer = observer
+
+    def add_holds(self, run: Run) -> None:
+        self.holds[run] += 1
+        self.num_holds += len(run)
 
     def those_in(self, state: SlotState, slots: Run) -> Run:
         those: Run = slots[self.state[slots] == state]

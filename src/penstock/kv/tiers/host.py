@@ -60,12 +60,7 @@ def tier_runs(slots: Slots, parts: Sequence[Part], first: int) -> TierRuns:
     """The blocks from number `first` on by tier, up to the first that no tier has. `slots` are the slots in
     host memory."""
     names = [HOST, *(part.tier for part in parts)]
-    tier_of = np.where(slots == ABSENT, ABSENT, 0)
-    for number, part in enumerate(parts, 1):
-        if part.finding.ready:
-            blocks = np.array(part.blocks[: part.finding.num], np.int64) - first
-            blocks = blocks[blocks >= 0]
-            tier_of[blocks[slots[blocks] == ABSENT]] = number
+    tier_of = _tiers_of(slots, parts, first)
     lacking = np.flatnonzero(tier_of == ABSENT)
     tier_of = tier_of[: lacking[0]] if lacking.size else tier_of
     starts = np.flatnonzero(np.diff(tier_of, prepend=ABSENT))
@@ -73,6 +68,17 @@ def tier_runs(slots: Slots, parts: Sequence[Part], first: int) -> TierRuns:
     return [
         (names[tier_of[start]], num) for start, num in zip(starts.tolist(), lengths.tolist(), strict=True)
     ]
+
+
+def _tiers_of(slots: Slots, parts: Sequence[Part], first: int) -> Slots:
+    """By block: 0 for host memory, the number of the part from 1 on, or ABSENT."""
+    tier_of = np.where(slots == ABSENT, ABSENT, 0)
+    for number, part in enumerate(parts, 1):
+        if part.finding.ready:
+            blocks = np.array(part.blocks[: part.finding.num], np.int64) - first
+            blocks = blocks[blocks >= 0]
+            tier_of[blocks[slots[blocks] == ABSENT]] = number
+    return tier_of
 
 
 def blocks_by_tier(runs: TierRuns, limit: int) -> Iterator[tuple[int, str]]:
@@ -112,6 +118,11 @@ class HostLease:
 
     def runs_from(self, block: int) -> TierRuns:
         return tier_runs(self.slots[block:], self.parts, block)
+
+    def covered(self) -> NDArray[np.bool_]:
+        """Which blocks some tier has, from number 0 on."""
+        covered: NDArray[np.bool_] = _tiers_of(self.slots, self.parts, 0) != ABSENT
+        return covered
 
     def num_from(self, block: int) -> int:
         return sum(num for _, num in self.runs_from(block))

@@ -39,6 +39,7 @@ class Offer(NamedTuple):
     keys: Sequence[bytes]  # of its leading blocks
     depths: Sequence[int]
     after: Sequence[Fence]  # fences of the steps that wrote them
+    first: int = 0  # number of its first block in a retracted request
 
 
 class SavedLease(HostLease):
@@ -221,8 +222,9 @@ class Saves:
     def retract(
         self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None
     ) -> SavedLease | None:
-        """Save the first `num_blocks` blocks of `hold`, the first of which have `keys`. `fence` covers the
-        steps that still write. None without a host tier, and while an earlier save is overdue."""
+        """Save the first `num_blocks` blocks of `hold`, the first of which have `keys`, as far as they have
+        slots. `fence` covers the steps that still write. None without a host tier, and while an earlier save
+        is overdue."""
         if not self._host.num_slots:
             return None
         # the request's offered blocks go first, so that they count as in flight
@@ -231,8 +233,9 @@ class Saves:
             self.num_late += num_blocks - len(keys)  # the others were counted when they were offered
             return None
         lease = SavedLease(self._host, hold.owner, num_tokens, self._deadline_s)
-        pin = self._pool.pin(hold.first(num_blocks), hold.owner)
-        offer = Offer(pin, keys, range(len(keys)), () if fence is None else (fence,))
+        first = hold.num_dropped
+        pin = self._pool.pin(hold.first(num_blocks)[first:], hold.owner)
+        offer = Offer(pin, keys[first:], range(first, len(keys)), () if fence is None else (fence,), first)
         self._send(Save(self._host, [offer], self.layout.num_layers, lease=lease))
         return lease
 
@@ -346,13 +349,14 @@ class Saves:
 
     def _fill_lease(self, save: Save, lease: SavedLease) -> None:
         """The retraction's save is over; its landed blocks belong to the lease."""
-        private, keys = save.private, save.offers[0].keys
+        private, offer = save.private, save.offers[0]
         with self._host.pool.lock:
-            slots = self._host.pool.find_each(keys)
+            # blocks that have left its window are not saved for it
+            slots = [ABSENT] * offer.first + self._host.pool.find_each(offer.keys)
             if private is not None and save.error() is None:
                 slots += private.slots
             lease.slots = np.array(slots, np.int64)
-            lease.open(len(keys), *(() if private is None else (private,)))
+            lease.open(offer.first + len(offer.keys), *(() if private is None else (private,)))
         if save.kept is not None:
             save.kept.end()
         lease.saving = False

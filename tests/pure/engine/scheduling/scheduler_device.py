@@ -173,7 +173,8 @@ class Device:
         if chunk.writes:
             self._write(chunk, row.nodes[chunk.start : chunk.kv_len])
         for block, cells in enumerate(
-            [*self.host.read(paged, (0, LAYERS)), *(self.arena.cells[slot] for slot in slots)]
+            [*self.host.read(paged, (0, LAYERS)), *(self.arena.cells[slot] for slot in slots)],
+            chunk.num_left_out,
         ):
             wanted = tuple(row.nodes[block * BLOCK : min((block + 1) * BLOCK, chunk.kv_len)])
             for cell in cells:
@@ -184,10 +185,10 @@ class Device:
 
     def _write(self, chunk: Chunk, nodes: Sequence[int]) -> None:
         slots = chunk.slots.tolist()
-        written = slots[chunk.start // BLOCK - chunk.num_paged :]
+        written = slots[chunk.start // BLOCK - chunk.num_elsewhere :]
         self.lanes.touch(Access("device", written, (0, LAYERS), Mode.WRITE), f"a step of {chunk.request_id}")
         for at, node in enumerate(nodes, chunk.start):
-            cells = self.arena.cells[slots[at // BLOCK - chunk.num_paged]]
+            cells = self.arena.cells[slots[at // BLOCK - chunk.num_elsewhere]]
             for layer, cell in enumerate(cells):
                 assert isinstance(cell, tuple)
                 cells[layer] = (*cell[: at % BLOCK], node, *cell[at % BLOCK + 1 :])

@@ -126,13 +126,15 @@ def _check_chunk(world: World, chunk: Chunk) -> None:
     else:
         assert chunk.start == life.end, "positions are computed once, in order"
     paged = [] if chunk.paged is None else chunk.paged.tolist()
-    assert len(paged) + len(slots) == blocks_for(chunk.kv_len, BLOCK) and len(set(slots)) == len(slots), (
+    num_elsewhere = chunk.num_elsewhere
+    assert num_elsewhere + len(slots) == blocks_for(chunk.kv_len, BLOCK) and len(set(slots)) == len(slots), (
         "the table is as long as the sequence"
     )
     assert paged[: len(life.paged)] == life.paged, "what was paged out stays where it is"
-    kept = life.slots[len(paged) - len(life.paged) :]
+    kept = life.slots[num_elsewhere - life.num_elsewhere :] if life.slots else []
     assert slots[: len(kept)] == kept, "a table only grows, but for what makes way at its beginning"
     _check_deep(world, chunk, asked)
+    _check_window(world, chunk)
     in_flight = world.samples_in_flight(chunk.request_id)
     expected = [*asked.known, *[TOKEN_IN_FLIGHT] * in_flight]
     assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len], (
@@ -153,9 +155,9 @@ def _check_chunk(world: World, chunk: Chunk) -> None:
         "other prompt tokens are scored than were asked"
     )
     if chunk.writes:
-        written = slots[chunk.start // BLOCK - len(paged) :]
+        written = slots[chunk.start // BLOCK - num_elsewhere :]
         assert all(map(world.cache.is_private, written)), "a block that others may read is written"
-    life.end, life.slots, life.paged = chunk.kv_len, slots, paged
+    life.end, life.slots, life.paged, life.num_elsewhere = chunk.kv_len, slots, paged, num_elsewhere
 
 
 def _check_deep(world: World, chunk: Chunk, asked: Asked) -> None:
@@ -168,6 +170,15 @@ def _check_deep(world: World, chunk: Chunk, asked: Asked) -> None:
     )
     world.seen["deep step"] += 1
     world.seen["step that reads host memory"] += chunk.num_paged > 0
+
+
+def _check_window(world: World, chunk: Chunk) -> None:
+    if not world.window:
+        assert not chunk.num_left_out, "its tokens see all before them"
+        return
+    first_seen = max(0, chunk.start + 1 - world.window)
+    assert chunk.num_left_out * BLOCK <= first_seen, f"{chunk.request_id} lacks tokens that it sees"
+    world.seen["step without what left the window"] += chunk.num_left_out > 0
 
 
 def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
@@ -226,7 +237,9 @@ def _check_after(world: World, plan: StepPlan) -> None:
     for chunk in plan.chunks:
         life = world.asked[chunk.request_id].lives[-1]
         life.covered = max(life.covered, covered)
-        for slot in chunk.slots[chunk.start // BLOCK - chunk.num_paged :].tolist() if chunk.writes else ():
+        for slot in (
+            chunk.slots[chunk.start // BLOCK - chunk.num_elsewhere :].tolist() if chunk.writes else ()
+        ):
             fence = world.cache.last_fence.pop(slot, None)
             if fence is not None and not fence.passed() and slot not in loaded:
                 world.seen["slot reused under a fence"] += 1

@@ -4,11 +4,13 @@ choice of events."""
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.contract import Match, Prefix
+from penstock.kv.rules import LastWindow
 from tests.event_walks import Event, choose_events, told_shortly
 from tests.pure.engine.scheduling.scheduler_device import BLOCK
 from tests.pure.engine.scheduling.scheduler_tiers import Cold
@@ -57,9 +59,10 @@ class Shape(NamedTuple):
     num_resident: int = 0  # blocks that a deep request may have on the device; 0: there are no deep ones
     token_s: float = 0.0  # what computing a token is believed to take; 0: nobody knows
     expects: int = 0  # tokens that every request is believed to write besides what it has; 0: all that it may
+    window: int = 0  # tokens that each token sees; 0: all
 
 
-SIZES = (*Shape._fields[:5], "timed", "max_overtaken_s", "num_deep", "num_resident")
+SIZES = (*Shape._fields[:5], "timed", "max_overtaken_s", "num_deep", "num_resident", "window")
 
 
 class Walker:
@@ -167,6 +170,25 @@ def a_prefix_in_host_memory_waits_for_room(walker: Walker, r: random.Random) -> 
         known = r.choice(list(walker.world.asked.values())).known[: num_tokens - 4]
         _ask(walker, known, r.randint(1, num_tokens - len(known)), {})
     plan(walker, r)
+
+
+# -------------------------------------------------------------------------------------------------- windows
+
+
+def submit_several_windows(walker: Walker, r: random.Random) -> None:
+    _ask(walker, r.choice(LONG)[: r.randint(10, 60)], r.choice([1, 9, 30]), r.choice(KINDS))
+
+
+def a_window_comes_back(walker: Walker, r: random.Random) -> None:
+    """Some of its blocks are lost, on the device or in host memory."""
+    submit_several_windows(walker, r)
+    for _ in range(30):
+        if not walker.world.step():
+            break
+    pool = r.choice([walker.world.cache.pool, walker.tiers.host.pool])
+    pool.evict(r.randint(1, pool.num_slots))
+    continue_a_conversation(walker, r)
+    turns(walker, r, flows=r.random() < 0.5)
 
 
 # -------------------------------------------------------------------------------------------- deep requests
@@ -421,8 +443,18 @@ COLD_WEIGHTS = {
 }
 
 
-def choose(seed: int, behind: bool = False, deep: bool = False) -> tuple[Shape, list[Event]]:
-    """`behind`: there are tiers behind host memory. `deep`: some requests are larger than the device."""
+_WINDOWS = {
+    "submit_several_windows": 12,
+    "a_window_comes_back": 12,
+    "turns_while_transfers_flow": 16,
+}
+
+
+def choose(
+    seed: int, behind: bool = False, deep: bool = False, windowed: bool = False
+) -> tuple[Shape, list[Event]]:
+    """`behind`: there are tiers behind host memory. `deep`: some requests are larger than the device.
+    `windowed`: tokens see only the last ones, and requests may be longer than the device."""
     r = random.Random(seed)
     shape = Shape(
         num_slots=r.randint(4, 10),
@@ -447,6 +479,16 @@ def choose(seed: int, behind: bool = False, deep: bool = False) -> tuple[Shape, 
         }
         shape = shape._replace(**rooms, num_host=r.choice([16, 24, 40]), prefix_cache=True)
         weights = {**weights, **_DEEP}
+    if windowed:
+        window, chunk = r.choice([1, 3, 4, 6, 8, 11, 16]), r.choice([1, 3, 4, 5, 8, 16])
+        fewest = LastWindow(window, BLOCK).most_slots(sys.maxsize, chunk)
+        shape = shape._replace(
+            window=window,
+            prefill_chunk=chunk,
+            num_slots=fewest + r.choice([0, 0, 3, 8]),
+            num_host=r.choice([8, 24, 60]),
+        )
+        weights = {**weights, **_WINDOWS}
     events = choose_events(r, weights, r.randint(20, 80))
     shape = shape._replace(
         max_overtaken_s=r.choice([0.0, 2.0, 20.0]),
@@ -467,7 +509,9 @@ def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
     return walker.world.seen
 
 
-def walk_and_shorten(seed: int, behind: bool = False, deep: bool = False) -> Counter[str]:
+def walk_and_shorten(
+    seed: int, behind: bool = False, deep: bool = False, windowed: bool = False
+) -> Counter[str]:
     """A walk; where it fails, as few events as fail in the same way are named."""
-    shape, events = choose(seed, behind, deep)
+    shape, events = choose(seed, behind, deep, windowed)
     return told_shortly(lambda some: walk(shape, some), events, f"walk {seed} through {shape}")

@@ -7,6 +7,7 @@ told to: whatever is wrong about order shows.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from penstock.engine.scheduling.stages import State
 from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.rules import PrefixRule, rule_for
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.reads import Fetch
@@ -83,10 +85,35 @@ class WatchedTable(BlockTable):
         world.seen["paged out in part"] += 0 < num < num_blocks
         return num
 
+    def let_go(self, num_tokens: int, fence: Fence | None) -> int:
+        cache, world = self._cache, self._cache.world
+        held = list(self.hold.slots)
+        assert fence is world.newest_fence, (
+            f"slots of {self.owner} go back with another fence than the newest"
+        )
+        num = super().let_go(num_tokens, fence)
+        gone = held[:num]
+        if world.newest_fence is not None:
+            cache.last_fence.update(dict.fromkeys(gone, world.newest_fence))
+        world.seen["left the window"] += num > 0
+        world.seen["left the window while it is saved"] += any(cache.pool.book.pins[slot] for slot in gone)
+        world.seen["left the window while others have it"] += any(
+            cache.pool.book.holds[slot] for slot in gone
+        )
+        world.seen["left the window and is found"] += any(map(cache.key_of, gone))
+        return num
+
     def promote(self, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
         world = self._cache.world
         asked, first = world.asked[self.owner], self.num_slots
         tiers = [tier for tier, num in lease.runs_from(first) for _ in range(num)]
+        if self.num_gone == first:  # what is before the window counts with its first block
+            origin = asked.origin(first, tiers[0])
+            asked.sources, asked.num_landed = [origin] * first * BLOCK, asked.num_landed + first * BLOCK
+            if tiers[0] == "host":
+                asked.sources = [asked.origin(block, "host") for block in range(first) for _ in range(BLOCK)]
+        world.seen["load of a window"] += self.num_gone > 0
+        world.seen["load behind a part of a window"] += 0 < self.num_gone < first
         asked.sources += [
             asked.origin(block, tier) for block, tier in enumerate(tiers, first) for _ in range(BLOCK)
         ]
@@ -128,8 +155,10 @@ class WatchedCache(KvCache):
     """The real cache. Checks that slots are given back with the fence of the newest step, and knows what is
     out."""
 
-    def __init__(self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None) -> None:
-        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.wired)
+    def __init__(
+        self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None, rule: PrefixRule
+    ) -> None:
+        super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.wired, rule)
         self._tables.watched = self  # type: ignore[attr-defined]
         self.world = world
         self.pool = pool
@@ -138,8 +167,13 @@ class WatchedCache(KvCache):
         # blocks that a table has paged out, and that others had on the device then
         self.lent: dict[BlockTable, int] = {}
 
-    def open(
-        self, owner: str, prefix: Prefix | None, num_blocks: int, num_paged: int | None = None
+    def open(  # type: ignore[override]
+        self,
+        owner: str,
+        prefix: Prefix | None,
+        num_blocks: int,
+        num_paged: int | None = None,
+        num_gone: int = 0,
     ) -> BlockTable | None:
         assert owner not in self.tables, f"{owner} opens a second table"
         if num_paged is not None:
@@ -150,9 +184,10 @@ class WatchedCache(KvCache):
             if self.world.loses is not None:
                 assert prefix is not None
                 self.world.loses(prefix, Match(num_blocks, 0, False, num_paged=num_paged))
-        if owner in self.world.asked:
+        # with windows, a block that a request in line waited for may have been evicted for one behind it
+        if owner in self.world.asked and not self.world.window:
             check_turn(self.world, owner)
-        table = super().open(owner, prefix, num_blocks, num_paged)
+        table = super().open(owner, prefix, num_blocks, num_paged, num_gone)
         self.world.seen["what matched of a deep request has gone"] += table is None
         if table is None:
             return None
@@ -163,6 +198,7 @@ class WatchedCache(KvCache):
             self.world.log.admitted.append(owner)
             asked.open(num_blocks, num_paged or 0)
         self.world.seen["deep match in host memory"] += bool(num_paged)
+        self.world.seen["match without what left the window"] += num_gone > 0
         return table
 
     def check_covered(self, slots: Sequence[int], after: Sequence[Fence]) -> None:
@@ -215,6 +251,7 @@ class Life:
     end: int = 0  # positions planned so far
     slots: list[int] = field(default_factory=list)
     paged: list[int] = field(default_factory=list)  # slots of host memory, of the blocks before those
+    num_elsewhere: int = 0  # blocks before `slots`
     covered: int = 0  # its steps come behind step number so much
 
 
@@ -294,6 +331,7 @@ class Sizes:
     num_resident: int = 0
     num_deep: int = 0
     lengths: Lengths | None = None
+    window: int = 0  # tokens that each token sees; 0: all
 
     @property
     def budget(self) -> Budget:
@@ -321,6 +359,7 @@ class World:
         self.sizes = sizes_ = Sizes(**sizes)
         cold, lengths, times = sizes_.cold, sizes_.lengths, sizes_.timed.times
         self.budget = sizes_.budget
+        self.window = sizes_.window
         # called when a deep request was matched and is about to begin
         self.loses: Callable[[Prefix, Match], None] | None = None
         self.now_s = 0.0  # when requests arrive
@@ -335,7 +374,9 @@ class World:
         self.device = Device(sizes_.num_slots, 1 if cold is None else cold.num_host, has_stores)
         pool = BlockPool(sizes_.num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
-        self.cache = WatchedCache(self, pool, sizes_.prefix_cache, self.tiers)
+        self.cache = WatchedCache(
+            self, pool, sizes_.prefix_cache, self.tiers, rule_for((sizes_.window,), BLOCK)
+        )
         self.scheduler = make(self.cache, self.budget, [EOS], None, Estimates(times, lengths))
 
     # ----------------------------------------------------------------------------------------------- requests
@@ -395,6 +436,8 @@ class World:
     @property
     def most_blocks(self) -> int:
         """Of one request."""
+        if self.cache.most_slots(sys.maxsize, self.budget.prefill_chunk) <= self.cache.num_blocks:
+            return 10 * self.cache.num_blocks
         return max(self.cache.num_blocks, self.cache.num_pageable if self.budget.deep_blocks else 0)
 
     def num_promised(self) -> int:
@@ -402,13 +445,15 @@ class World:
         budget = self.budget
         most = {owner: self.asked[owner].lifetime_blocks for owner in self.cache.tables}
         deep = {owner for owner, num in most.items() if 0 < budget.deep_blocks < num}
-        if self.sizes.lengths is not None:
+        if self.sizes.lengths is not None or self.window:
             running = self.scheduler.running.requests
             most |= {owner: running[owner].promised for owner in most if owner not in deep}
         tables = self.cache.tables.items()
         lent = {owner: self.num_lent(owner) for owner in deep}
         return sum(
-            (budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o]) - table.num_slots
+            (budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o])
+            - table.num_slots
+            + table.num_gone
             for o, table in tables
         )
 
@@ -421,6 +466,7 @@ class World:
     def plan(self, reads_host: bool = True) -> StepPlan | None:
         """Plan a step and launch it."""
         retractions = self.scheduler.counts.retractions
+        self.seen["planned over two unread steps"] += len(self.in_flight) > 1
         loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
         planned = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
         plan = planned.plan
@@ -449,7 +495,9 @@ class World:
         """Run the oldest step and take in its result."""
         plan = self.in_flight.popleft()
         for chunk in plan.chunks:
-            written = chunk.slots[chunk.start // BLOCK - chunk.num_paged :].tolist() if chunk.writes else []
+            written = (
+                chunk.slots[chunk.start // BLOCK - chunk.num_elsewhere :].tolist() if chunk.writes else []
+            )
             assert not any(map(self.cache.key_of, written)), (
                 f"a step of {chunk.request_id} writes what others may read"
             )
@@ -561,10 +609,11 @@ class World:
         assert sum(slots["device"]) == self.cache.num_blocks
         if self.budget.overcommit == 1.0:
             promised = self.num_promised()
-            assert promised <= self.cache.num_available, (
-                f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
-            )
+            num_backed = self.cache.num_available + self.cache.num_leaving
+            assert promised <= num_backed, f"{promised} blocks are promised, {num_backed} can be drawn"
             pushed_out = self.scheduler.counts.retractions > 0 and not self.seen["step without its load"]
+            # a block leaves its window when it is sealed; the engine plans with one unread step at most
+            pushed_out &= not (self.window and self.seen["planned over two unread steps"])
             assert self.sizes.lengths is not None or not pushed_out, (
                 "nobody is pushed out of what was promised"
             )

@@ -17,6 +17,9 @@ class NoLedger:
 
     block_tokens = BLOCK
 
+    def most_slots(self, num_tokens: int, step_tokens: int) -> int:
+        return -(-num_tokens // BLOCK)
+
 
 class NoTable:
     """Draws as many slots as it is asked for."""

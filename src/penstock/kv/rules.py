@@ -1,0 +1,216 @@
+"""What a request needs of the KV before its next token: the rule of the layers whose KV lies in one block.
+Owns no state.
+
+    full attention     every block
+    sliding window     the last blocks
+    recurrent state    the last block alone, which would hold the state at its end (not built)
+
+So a rule says from which block on all blocks are needed. A request gives back earlier blocks, and finds a
+prefix without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from penstock.kv.blocks.eviction import PoolWant
+from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import Run, SlotState
+from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
+from penstock.kv.tiers.loads import Loads
+
+# Blocks that a request with a window may have besides those of its window and of its step: both may begin
+# inside a block, and a token more is kept for a full match, whose last token is computed again.
+_PARTIAL_BLOCKS = 2
+
+
+class Usable(NamedTuple):
+    """A usable prefix of `num_blocks + num_colder` blocks. The device has those before `num_blocks` that are
+    needed, in `slots`."""
+
+    slots: Run
+    num_blocks: int
+    num_colder: int = 0  # blocks after these, which colder tiers have
+
+    @property
+    def first(self) -> int:
+        """The first block that is needed."""
+        return self.num_blocks - len(self.slots)
+
+
+class PrefixRule(Protocol):
+    keeps_all: bool  # no block of a running request is ever given back
+
+    def first_block(self, num_tokens: int) -> int:
+        """The first block that a request with KV of `num_tokens` tokens needs, also if it computes the last
+        of them again."""
+
+    def most_slots(self, num_tokens: int, step_tokens: int) -> int:
+        """Slots that it has at one time until it has `num_tokens` tokens, in steps of `step_tokens` or
+        fewer."""
+
+    def num_available(self, pool: BlockPool) -> int:
+        """Slots that can be promised or drawn."""
+
+    def num_taken(self, pool: BlockPool, slots: Run) -> int:
+        """By how much `num_available` falls when a table begins with the sealed `slots`."""
+
+    def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
+        """The longest usable prefix on the device. `like`: a want with an earlier answer."""
+
+    def with_lease(
+        self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
+    ) -> Usable:
+        """A longer one than `found`, with the blocks of `lease` that are worth loading; else `found`."""
+
+    def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
+        """The first block that colder tiers are asked for; the number of keys if the device has all."""
+
+    def to_read(
+        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
+    ) -> tuple[int, Sequence[bytes]]:
+        """What to read into host memory: the number of the first block, and the keys up to the last."""
+
+    def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
+        """Whether a load in flight makes a longer prefix usable than its first `num_found` blocks."""
+
+
+class WholePrefix:
+    """Implements `PrefixRule` for full attention."""
+
+    keeps_all = True
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+
+    def first_block(self, num_tokens: int) -> int:
+        return 0
+
+    def most_slots(self, num_tokens: int, step_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
+
+    def num_available(self, pool: BlockPool) -> int:
+        return pool.num_available
+
+    def num_taken(self, pool: BlockPool, slots: Run) -> int:
+        return len(pool.book.those_in(SlotState.IDLE, slots))
+
+    def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
+        slots = pool.find(keys, like)
+        return Usable(slots, len(slots))
+
+    def with_lease(
+        self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
+    ) -> Usable:
+        return found._replace(num_colder=loads.worth(lease, found.num_blocks))
+
+    def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
+        return len(pool.find(keys))
+
+    def to_read(
+        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
+    ) -> tuple[int, Sequence[bytes]]:
+        return len(pool.find(keys)), keys
+
+    def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
+        return loads.is_coming(num_found, keys[num_found])
+
+
+class LastWindow:
+    """Implements `PrefixRule` for layers in which a token sees `window` tokens, itself included.
+
+    Requests that share blocks part later: each draws blocks of its own for the shared ones that leave its
+    window. So a shared block counts as often as it is held.
+    """
+
+    keeps_all = False
+
+    def __init__(self, window: int, block_tokens: int) -> None:
+        self.window = window
+        self._block_tokens = block_tokens
+
+    def first_block(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.window) // self._block_tokens
+
+    def most_slots(self, num_tokens: int, step_tokens: int) -> int:
+        """A block leaves when it is sealed, and the blocks of a step in flight are not."""
+        size = self._block_tokens
+        kept = -(-max(self.window, step_tokens) // size)
+        return min(-(-num_tokens // size), kept - (-step_tokens // size) + _PARTIAL_BLOCKS)
+
+    def num_available(self, pool: BlockPool) -> int:
+        return pool.num_available - pool.num_shared
+
+    def num_taken(self, pool: BlockPool, slots: Run) -> int:
+        return len(slots)
+
+    def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
+        slots = pool.find_each(keys)
+        end = len(keys)
+        while end:
+            first = self.first_block(end * self._block_tokens)
+            missing = _last_absent(slots, first, end)
+            if missing is None:
+                return Usable(np.array(slots[first:end], np.intp), end)
+            end = missing  # a prefix that ends after the missing block needs it
+        return Usable(np.empty(0, np.intp), 0)
+
+    def with_lease(
+        self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
+    ) -> Usable:
+        longer = self._joined(found, pool.find_each(keys), lease.covered().tolist(), lease.num_tokens)
+        # a part of it is of no use: a shorter prefix needs earlier blocks
+        return longer if loads.worth(lease, longer.num_blocks) >= longer.num_colder else found
+
+    def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
+        found = self.find(pool, keys)
+        if found.num_blocks < len(keys):
+            num_tokens = len(keys) * self._block_tokens
+            found = self._joined(found, pool.find_each(keys), host.has_each(keys), num_tokens)
+        return found.num_blocks
+
+    def to_read(
+        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
+    ) -> tuple[int, Sequence[bytes]]:
+        found = self.find(pool, keys)
+        if lease is None or found.num_blocks == len(keys):
+            return found.num_blocks, keys
+        longer = self._joined(found, pool.find_each(keys), lease.covered().tolist(), lease.num_tokens)
+        return longer.num_blocks, keys[: longer.num_blocks + longer.num_colder]
+
+    def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
+        """The last block of a load ends a usable prefix."""
+        lasts = (load.first + len(load.keys) - 1 for load in loads.in_flight.values())
+        return any(num_found <= last < len(keys) and loads.is_coming(last, keys[last]) for last in lasts)
+
+    def _joined(self, found: Usable, slots: Sequence[int], colder: Sequence[bool], num_tokens: int) -> Usable:
+        """The longest usable prefix that is longer than `found`, and whose last blocks are `colder` ones;
+        else `found`. `slots`: of each block on the device. `colder` blocks have KV of `num_tokens` tokens."""
+        end = len(colder)
+        while end > found.num_blocks:
+            first = self.first_block(min(end * self._block_tokens, num_tokens))
+            start = end  # of the colder blocks
+            while start > first and colder[start - 1]:
+                start -= 1
+            if start == end:
+                end -= 1
+                continue
+            missing = _last_absent(slots, first, start)
+            if missing is None:
+                num = next((i for i in range(start, end) if i >= len(slots) or slots[i] == ABSENT), end)
+                return Usable(np.array(slots[first:num], np.intp), num, end - num)
+            end = start
+        return found
+
+
+def _last_absent(slots: Sequence[int], first: int, end: int) -> int | None:
+    return next((i for i in range(end - 1, first - 1, -1) if i >= len(slots) or slots[i] == ABSENT), None)
+
+
+def rule_for(windows: Sequence[int], block_tokens: int) -> PrefixRule:
+    """Of a block with KV of layers that have these windows; 0: a layer sees all tokens."""
+    window = max(windows, default=0) if all(windows) else 0
+    return LastWindow(window, block_tokens) if window else WholePrefix(block_tokens)
