@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from driver import flags, write
+from driver import Side, flags, write
 from penstock.bench.decode import steady_times
 from penstock.bench.report import describe_machine
 from penstock.bench.run import Driver, random_prompts
@@ -29,43 +27,6 @@ from penstock.models.embedded import embedded_file
 
 CASES = (("decode", 1), ("decode", 4), ("decode", 8), ("prefill", 512))
 DECODED = 32  # tokens of each request
-
-
-class Side:
-    """A process that measures what it is asked to."""
-
-    def __init__(self, name: str, command: list[str], threads: int) -> None:
-        self.name = name
-        start = time.perf_counter()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        )
-        self.ready = {**self._answer(), "start_s": time.perf_counter() - start}
-
-    def ask(self, kind: str, count: int) -> tuple[float, float]:
-        """Milliseconds of a step that decodes `count` requests, or of a prompt of `count` tokens; and its CPU
-        time, that of short prompts shared out among the steps."""
-        assert self._process.stdin is not None
-        print(kind, count, file=self._process.stdin, flush=True)
-        answer = self._answer()
-        return float(answer["ms"]), float(answer["cpu_ms"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 def serve_side(weights: Any) -> None:
@@ -108,30 +69,30 @@ def _measure(driver: Driver, kind: str, count: int, run: int) -> float:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     own = [sys.executable, __file__, "--side"]
-    sides = [Side(name, [*own, name], args.threads) for name in args.weights.split(",")]
+    commands = {name: [*own, name] for name in args.weights.split(",")}
     if args.llama_cpp is not None:
-        script = Path(__file__).with_name("llama_cpp_side.mjs")
-        sides.append(
-            Side(
-                "llama.cpp",
-                ["node", str(script), args.llama_cpp, str(embedded_file()), str(args.threads)],
-                args.threads,
-            )
-        )
+        script = str(Path(__file__).with_name("llama_cpp_side.mjs"))
+        file, threads = str(embedded_file()), str(args.threads)
+        commands["llama.cpp"] = ["node", script, args.llama_cpp, file, threads]
+    sides, ready = [], {}
+    for name, command in commands.items():  # one after the other, since each start is timed
+        sides.append(Side(name, command, args.threads))
+        ready[name] = {**sides[-1].answer(), "start_s": sides[-1].age_s}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {
         f"{kind} {count}": {side.name: [] for side in sides} for kind, count in CASES
     }
     for number in range(args.rounds + 1):
         for kind, count in CASES:
             for side in sides:
+                # of a step that decodes `count` requests, or of a prompt of `count` tokens
                 taken = side.ask(kind, count)
                 if number:  # the first warms up
-                    times[f"{kind} {count}"][side.name].append(taken)
+                    times[f"{kind} {count}"][side.name].append((taken["ms"], taken["cpu_ms"]))
     result = {
         "machine": describe_machine(),
         "threads": args.threads,
         "rounds": args.rounds,
-        "ready": {side.name: side.ready for side in sides},
+        "ready": ready,
         "ms": {case: {name: _figures(taken) for name, taken in of.items()} for case, of in times.items()},
     }
     for side in sides:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,3 +63,36 @@ def text(title: str, name: str) -> Column:
 def write(path: Path | None, found: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+class Side:
+    """A process that does what a line on its stdin asks, answers with a line of JSON, and is idle
+    otherwise."""
+
+    def __init__(self, name: str, command: list[str], threads: int = 1, **environment: str) -> None:
+        self.name = name
+        self._started_s = time.perf_counter()
+        pipe, own = subprocess.PIPE, {"OMP_NUM_THREADS": str(threads), **environment}
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env={**os.environ, **own}
+        )
+
+    @property
+    def age_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    def ask(self, *words: object) -> Any:
+        print(*words, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+        if self._process.returncode:
+            raise SystemExit(self._process.returncode)

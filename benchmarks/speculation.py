@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from driver import flags, write
 from penstock.bench.report import draw_bars, save_picture
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
 from penstock.contract import FinishReason, Grammar, SamplingParams, Submission, TokenEvent
@@ -302,35 +303,16 @@ def print_row(one: dict[str, Any]) -> None:
 
 
 def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[tuple[str, int, int], str], float]:
-    """Tokens per second against plain decoding, by case and proposer: the median of rounds, or of older files
-    the quotient of medians."""
-    plain = {case_of(one): one["tokens_per_s"] for one in rows if one["proposer"] == "plain"}
-    found = {}
-    for one in rows:
-        if one.get("against_plain"):
-            found[case_of(one), one["proposer"]] = statistics.median(one["against_plain"])
-        elif case_of(one) in plain:
-            found[case_of(one), one["proposer"]] = one["tokens_per_s"] / plain[case_of(one)]
-    return found
+    """Tokens per second against plain decoding, by case and proposer: the median of rounds."""
+    return {
+        (case_of(one), one["proposer"]): statistics.median(one["against_plain"])
+        for one in rows
+        if one["against_plain"]
+    }
 
 
 def case_of(one: dict[str, Any]) -> tuple[str, int, int]:
     return one["kind"], one.get("tokens", 128), one["batch"]
-
-
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """For the docs: tokens per second of plain decoding, and what others have of it."""
-    proposers = [name for name in dict.fromkeys(one["proposer"] for one in rows) if name != "plain"]
-    ratios = ratios_of(rows)
-    print(f"| prompts | tokens | requests | plain tok/s | {' | '.join(proposers)} |")
-    print("|" + "---|" * (4 + len(proposers)))
-    for one in rows:
-        if one["proposer"] == "plain":
-            found = (ratios.get((case_of(one), name)) for name in proposers)
-            shown = " | ".join("" if ratio is None else f"{ratio:.2f}" for ratio in found)
-            print(
-                f"| {one['kind']} | {one['tokens']} | {one['batch']} | {one['tokens_per_s']:,.0f} | {shown} |"
-            )
 
 
 def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -350,36 +332,24 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = flags(
+        __doc__,
+        model=("smollm2-135m", "name or path"),
+        device=("cpu", "auto, cpu or cuda"),
+        dtype=("auto", "of activations and KV"),
+        weights=("auto", "their form on a CPU"),
+        load_format=("auto", "auto or dummy"),
+        proposers=(["plain", "ngram", "mtp", "again"], "what proposes drafts"),
+        batches=([1, 4], "requests at once"),
+        kinds=(["chat", "summary"], f"prompts: {', '.join(KINDS)}, loops"),
+        tokens=([128], "of each answer"),
+        rounds=(5, "of each case"),
+        formed=(0, "requests of each batch that write JSON by a schema"),
+        device_kv_gib=(1.0, "device memory for KV"),
+        machine=(platform.machine(), "its name, for the file and the picture"),
     )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weights", default="auto")
-    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
-    parser.add_argument(
-        "--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp", "again"]
-    )
-    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
-    parser.add_argument(
-        "--kinds",
-        type=lambda text: text.split(","),
-        default=["chat", "summary"],
-        help=f"of {', '.join(KINDS)}, loops",
-    )
-    parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[128])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--formed", type=int, default=0, help="so many requests of each batch have to write JSON by a schema"
-    )
-    parser.add_argument("--device-kv-gib", type=float, default=1.0)
-    parser.add_argument(
-        "--machine", default=platform.machine(), help="its name, for the file and the picture"
-    )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw them into this file")
-    parser.add_argument("--shown", type=Path, help="measure nothing: draw what this file has")
+    parser.add_argument("--shown", type=Path, help="measure nothing: draw the rows of this file")
     args = parser.parse_args()
     where = args.device
     if args.shown is not None:
@@ -387,14 +357,8 @@ def main() -> None:
         rows, where = stored["rows"], f"{stored['settings']['model']} on {stored['machine']}"
     else:
         rows = measure(args)
-        print_table(rows)
-    if args.json is not None:
-        settings = {
-            name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown")
-        }
-        args.json.write_text(
-            json.dumps({"machine": args.machine, "settings": settings, "rows": rows}, indent=1) + "\n"
-        )
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown")}
+    write(args.json, {"machine": args.machine, "settings": settings, "rows": rows})
     if args.plot is not None:
         save_picture(args.plot, f"Speculative decoding: {where}", lambda axes: draw(axes, rows))
 

@@ -2,8 +2,7 @@
 against the length of the context and the number of requests. Runs on the CPU without a model: scheduler, KV
 books and packing are the real ones, the device is not there. Owns the cases and the table.
 
-    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N]
-    [--eviction NAME]
+    python benchmarks/turn_cost.py [--json FILE] [--only PART] [--repeat N]
 
 Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the
 other, not single numbers.
@@ -11,9 +10,7 @@ other, not single numbers.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -22,23 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
+from driver import flags, write
 from penstock.config import EVICTIONS
-from penstock.contract import (
-    Access,
-    Mode,
-    Prefix,
-    Request,
-    Sampled,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-)
+from penstock.contract import Prefix, Request, Sampled, SamplingParams, StepPlan, StepResult
 from penstock.engine.execution.batch import Packer
-from penstock.engine.execution.running_step import Outputs, RunningStep
-from penstock.engine.execution.sampler import SampleOutput
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.blocks.eviction import make_order
@@ -64,8 +49,6 @@ SCOPE = Scope(weights=b"w", kv_dtype="bfloat16", layout=b"l", block_tokens=BLOCK
 LAYOUT = BlockLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")
 TOKENS = (1_000, 10_000, 100_000)
 REQUESTS = (1, 64, 1000)
-MOST_BLOCKS = 500_000  # that requests of one case hold between them, or share: more than any device has
-LOGPROBS = 20
 
 
 class PassedFence:
@@ -90,11 +73,13 @@ class NoCopy:
         pass
 
 
+def _pool(num_blocks: int, name: str) -> BlockPool:
+    return BlockPool(num_blocks, name, eviction=make_order(EVICTIONS[0], num_blocks, BLOCK))
+
+
 class Rig:
     """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same
     token for everybody."""
-
-    eviction: str = EVICTIONS[0]  # of both pools
 
     def __init__(
         self,
@@ -105,19 +90,16 @@ class Rig:
         has_disk: bool = True,
         max_overtaken_s: float = 0.0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, "device", eviction=make_order(self.eviction, num_blocks, BLOCK))
+        self.pool = _pool(num_blocks, "device")
         self.lanes = SteppedLanes()
         self.cache = KvCache(self.pool, SCOPE, True, self._tiers(num_host, has_disk) if num_host else None)
         self.scheduler = Scheduler(self.cache, Budget(max_batch, chunk, max_overtaken_s=max_overtaken_s), ())
         self.packer = Packer(BLOCK, num_blocks, max_batch)
         self.staging = np.empty(4 * (chunk + max_batch) + 8 * max_batch + 8, np.int32)
         self.num_submitted = 0
-        self.events: list[TokenEvent] = []
 
     def _tiers(self, num_host: int, has_disk: bool) -> Tiers:
-        host = HostTier(
-            BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9
-        )
+        host = HostTier(_pool(num_host, "host"), BLOCK, 1e9)
         to_device, to_host = (
             Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}"))
             for ends in ENDS
@@ -165,7 +147,7 @@ class Rig:
 
     def commit(self, plan: StepPlan) -> None:
         sampled = tuple(Sampled(c.request_id, (7,)) for c in plan.chunks if c.num_logits)
-        self.events += self.scheduler.commit(StepResult(plan.number, sampled)).events
+        self.scheduler.commit(StepResult(plan.number, sampled))
         self.cache.submit_saves()
 
     def step(self) -> StepPlan:
@@ -286,28 +268,6 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
             rig.flow()
 
 
-def awaiting_room(num_tokens: int, num_requests: int) -> Times:
-    """All but one run, and there is no room for that one yet. Host memory has its prompt; it is copied to the
-    device meanwhile."""
-    num = max(32, blocks(num_tokens))
-    rig = Rig(2 * num + 4 * num_requests + 8, num_requests + 1, num_host=num, has_disk=False)
-    tokens = prompt(num * BLOCK)
-    prefix = rig.cache.prefix_of(tokens)
-    assert prefix is not None
-    remember(rig.cache.host.pool, prefix.keys)
-    rig.submit([1, 2, 3], max_tokens=(num - 32) * BLOCK + 32)
-    for _ in range(1, num_requests):
-        rig.submit([1, 2, 3], max_tokens=3 * BLOCK)
-    rig.step()
-    rig.submit(tokens, (num + 4 * num_requests) * BLOCK, prefix)
-    for turn in range(20):
-        ms, plan = timed(rig.plan)
-        yield "room is awaited: first plan" if turn == 0 else "room is awaited: plan", ms
-        rig.commit(plan)
-        if turn % 5 == 4:
-            yield "room is awaited: settle", timed(rig.flow)[0]
-
-
 def remember(pool: BlockPool, keys: Sequence[bytes]) -> None:
     """Somebody has used these blocks before."""
     hold = pool.hold("somebody")
@@ -316,17 +276,6 @@ def remember(pool: BlockPool, keys: Sequence[bytes]) -> None:
     reservation.commit(hold)
     pool.seal(hold.slots, keys, range(len(keys)))
     hold.end()
-
-
-def prefilling(num_tokens: int, num_requests: int) -> Times:
-    """Each has a table for a prompt of its own; nobody has got far."""
-    if num_requests * blocks(num_tokens) > MOST_BLOCKS:
-        return
-    rig = Rig(num_requests * 2)
-    for number in range(num_requests):
-        rig.cache.open(f"r{number}", rig.cache.prefix_of(prompt(num_tokens, number)), 0)
-    for _ in range(10):
-        yield "stats beside prefills", timed(lambda: (rig.cache.stats(), rig.scheduler.num_by_state()))[0]
 
 
 def computing(num_tokens: int, num_requests: int) -> Times:
@@ -383,81 +332,13 @@ def retracting(num_tokens: int, num_requests: int) -> Times:
         yield "promotion settles", timed(rig.cache.settle)[0]
 
 
-def persisting(num_tokens: int, num_requests: int) -> Times:
-    """The longest turn while a flush writes what was computed, and before that while it comes to host memory,
-    all of it at once."""
-    if num_requests > 1:
-        return
-    for _ in range(3):
-        rig = Rig(blocks(num_tokens) + 8, 1, num_host=blocks(num_tokens) + 64)
-        rig.submit(prompt(num_tokens), max_tokens=0)
-        while rig.scheduler.has_work():
-            rig.step()
-        turns = []
-        while rig.cache.num_in_flight:
-            rig.lanes.run_all()
-            turns.append(timed(rig.cache.settle)[0])
-        yield "demotions settle: longest turn", max(turns)
-        ms, one = timed(rig.cache.persist)
-        turns = [ms]
-        assert one is not None
-        while not one.settled:
-            turns.append(timed(rig.cache.settle)[0])
-            rig.lanes.run_all()
-        yield "persist: longest turn", max(turns)
-
-
-def echoing(num_tokens: int, num_requests: int) -> Times:
-    """A chunk of a prompt whose logprobs are wanted."""
-    if num_requests > 1:
-        return
-    num_tokens = min(num_tokens, CHUNK)
-    tops = torch.rand(num_tokens, LOGPROBS)
-    ranks = torch.arange(num_tokens, dtype=torch.int32)
-    packed = SampleOutput(ranks, tops[:, 0].clone(), ranks, tops.argsort(), tops).packed()
-    for _ in range(5):
-        rig = Rig(blocks(num_tokens) + 8)
-        rig.submit(prompt(num_tokens), 1, prompt_logprobs=LOGPROBS)
-        plan = rig.plan()
-        outputs = Outputs(
-            rig.lanes.lane("compute"), torch.empty(0), Access("staged results", (0,), (0, 1), Mode.READ)
-        )
-        outputs.sampled, outputs.prompts = (
-            torch.tensor([7], dtype=torch.int32),
-            [(plan.chunks[0].request_id, packed)],
-        )
-        step = RunningStep(plan.number, plan.chunks, [-1], outputs, NoTicket(), FENCE)
-        ms, result = timed(step.wait_result)
-        yield "prompt logprobs: read", ms
-        ms, committed = timed(rig.scheduler.commit, result)
-        yield "prompt logprobs: commit", ms
-        yield "reader: prompt logprobs", timed(list, committed.events[0].prompt_logprobs)[0]
-
-
-class NoTicket:
-    label = "over"
-
-    def error(self) -> None:
-        return None
-
-    def done(self) -> bool:
-        return True
-
-    def wait_done(self, timeout_s: float | None = None) -> None:
-        pass
-
-
 CASES = (
     decoding,
     waiting,
     queueing,
-    awaiting_room,
-    prefilling,
     computing,
     coming_and_going,
     retracting,
-    persisting,
-    echoing,
 )
 
 # ------------------------------------------------------------------------------------------------------ table
@@ -502,57 +383,15 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-DRAWN = (
-    ("others wait: plan", 64),
-    ("stats beside prefills", 64),
-    ("prompt logprobs: read", 1),
-    ("persist: longest turn", 1),
-    ("decode: plan", 64),
-    ("decode: pack", 64),
-    ("decode: commit", 64),
-)
-
-
-def draw(axes: Any, rows: list[Row], before: list[Row]) -> None:
-    """A line for each of the parts that matter most; where there is an earlier run, its lines are dotted."""
-    for index, (what, num_requests) in enumerate(DRAWN):
-        for run, style in ((before, ":"), (rows, "o-")):
-            line = [
-                (row.num_tokens, row.ms)
-                for row in run
-                if (row.what, row.num_requests) == (what, num_requests)
-            ]
-            label = f"{what}, {num_requests} request{'s' * (num_requests > 1)}" if run is rows else None
-            if line:
-                axes.plot(*zip(*line, strict=True), style, color=f"C{index}", label=label, markersize=4)
-    axes.set(
-        xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds of the engine thread"
-    )
-    axes.legend(fontsize=7, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.1))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Host cost of one turn of the engine, without a model.")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw them into this file")
-    parser.add_argument("--before", type=Path, help="figures of an earlier run (--json), drawn beside them")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument(
-        "--eviction", choices=EVICTIONS, default=Rig.eviction, help="what a full pool forgets first"
-    )
-    args = parser.parse_args()
-    Rig.eviction = args.eviction
-    before = [] if args.before is None else [Row(**row) for row in json.loads(args.before.read_text())]
+    args = flags(
+        __doc__,
+        only=("", "cases whose name contains this"),
+        repeat=(3, "runs of each case"),
+    ).parse_args()
     rows = list(measure(args.only, args.repeat))
     print(table(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
-    if args.plot is not None:
-        from penstock.bench.report import save_picture
-
-        title = "Host cost of a turn against context" + (", dotted: before" if before else "")
-        save_picture(args.plot, title, lambda axes: draw(axes, rows, before))
+    write(args.json, [row._asdict() for row in rows])
 
 
 if __name__ == "__main__":

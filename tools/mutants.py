@@ -154,6 +154,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.kept is None:
             return run_random(options.num, options.seed, root, options.jobs)
         kept = [fault for fault in read_faults(ROOT / "tools" / "faults.toml") if options.kept in str(fault)]
+        if not kept:
+            parser.error(f"no kept fault has {options.kept!r} in it")
         return run_kept(kept, root, options.jobs)
 
 

@@ -25,7 +25,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.errors import StepFailed
 from penstock.models.hub import fetched
 from penstock.progress import ProgressBar
-from penstock.text.stream import StopString, TextStream
+from penstock.text.answer import StopString, TextStream
 
 LOOK_S = 1.0  # between two checks whether the engine is alive
 CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes seconds at most

@@ -16,8 +16,7 @@ import pytest
 from penstock.testing.sanitized import build_sanitized
 from tests.e2e.troubled import FULL_BLOCKS, PROMPT_TOKENS, prompt
 from tests.support.driving import generate, tiny_config
-from tests.support.servers import ServerMissing, Valkey
-from tests.support.servers_more import Mooncake, mooncake_environment
+from tests.support.servers import Mooncake, ServerMissing, Valkey, mooncake_environment
 
 TESTS = Path(__file__).resolve().parents[1]
 NUMBERS = (0, 1, 2)

@@ -1,8 +1,5 @@
 """Ways of moving blocks between tiers. They take turns, so that all meet the same machine. Owns a cache
-without an engine (real arenas, lanes, copies and books), the blocks in it, and a raw file next to a disk's.
-
-To compare another way of copying between device and host memory, add it to `HOST_WAYS`.
-"""
+without an engine (real arenas, lanes, copies and books), its blocks, and a raw file next to a disk's."""
 
 from __future__ import annotations
 
@@ -190,11 +187,11 @@ class TransferRig:
             self.movers[direction].lane.drain()
         self.piece[0].item()
 
-    def check_moved(self, way: str, *directions: str) -> None:
+    def check_moved(self, *directions: str) -> None:
         for direction in directions:
             source, dest = (memory[slots].cpu().view(torch.int16) for memory, slots in self.ends(direction))
             if not torch.equal(source, dest):
-                raise InvariantBroken(f"{way}, {direction}: a slot does not hold what its source did")
+                raise InvariantBroken(f"moved, {direction}: a slot does not hold what its source did")
 
     # ------------------------------------------------------------------------------------- behind host memory
 
@@ -255,30 +252,24 @@ class TransferRig:
 
 def host_ways(rig: TransferRig, direction: str, groups: Sequence[int]) -> list[TransferWay]:
     """`groups`: layers that are moved at a time, all of them first."""
-
-    def turn(name: str, layers: int, checked: bool) -> Turn:
-        directions = DIRECTIONS[direction] if checked and name != RAW else ()  # raw touches none of the slots
-        rig.spoil(*directions)
-        yield
-        yield from HOST_WAYS[name](rig, direction, layers)
-        yield
-        rig.check_moved(name, *directions)
-
-    return [
+    moved = [
         TransferWay(
             direction,
-            name,
-            partial(turn, name, layers),
-            () if name == RAW else ((direction, RAW),),
+            "moved",
+            partial(move_blocks, rig, direction, layers),
+            ((direction, RAW),),
             layers if layers < groups[0] else None,
         )
-        for name in HOST_WAYS
-        for layers in (groups[:1] if name == RAW else groups)
+        for layers in groups
     ]
+    return [TransferWay(direction, RAW, partial(copy_raw, rig, direction)), *moved]
 
 
-def copy_raw(rig: TransferRig, direction: str, layers: int) -> Turn:
-    """The ceiling: one copy of as many bytes that lie in one piece on both sides, pinned on the host's."""
+def copy_raw(rig: TransferRig, direction: str, checked: bool) -> Turn:
+    """The ceiling: one copy of as many bytes that lie in one piece on both sides, pinned on the host's. It
+    touches no slot, so there is nothing to check."""
+    rig.spoil()
+    yield
     launched = []
     for one in DIRECTIONS[direction]:
         half = slice(rig.size.num_bytes, None) if one == DEMOTE else slice(rig.size.num_bytes)
@@ -289,6 +280,7 @@ def copy_raw(rig: TransferRig, direction: str, layers: int) -> Turn:
     for ticket, end in launched:
         end.wait_passed()
         _raise(ticket.error())
+    yield
 
 
 def _copy_piece(source: Tensor, dest: Tensor) -> None:
@@ -299,11 +291,14 @@ def _copy_piece(source: Tensor, dest: Tensor) -> None:
         dest.copy_(source, non_blocking=True)
 
 
-def move_blocks(rig: TransferRig, direction: str, layers: int) -> Turn:
+def move_blocks(rig: TransferRig, direction: str, layers: int, checked: bool) -> Turn:
     """Scattered blocks through movers, as the engine does it: submitted in one call, launched on another
     thread, over when polling says so."""
+    directions = DIRECTIONS[direction]
+    rig.spoil(*(directions if checked else ()))
+    yield
     transfers, most = [], rig.layout.num_layers
-    for one in DIRECTIONS[direction]:
+    for one in directions:
         groups = [Group((first, min(first + layers, most))) for first in range(0, most, layers)]
         transfer = Transfer(one, groups)
         (_, transfer.source_slots), (_, transfer.dest_slots) = rig.ends(one)
@@ -316,9 +311,9 @@ def move_blocks(rig: TransferRig, direction: str, layers: int) -> Turn:
     )
     for transfer in transfers:
         _raise(transfer.error())
-
-
-HOST_WAYS: dict[str, Callable[[TransferRig, str, int], Turn]] = {RAW: copy_raw, "moved": move_blocks}
+    yield
+    if checked:
+        rig.check_moved(*directions)
 
 
 # ------------------------------------------------------------------------------------ ways behind host memory

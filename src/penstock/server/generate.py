@@ -33,8 +33,18 @@ from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBo
 from penstock.server.service import Generations, Rules, Service
 from penstock.server.thinking import is_off, reasons, thought_of, variables_of
 from penstock.server.tools import Asked, Tool, calls_or_form, format_of, reader_of, told
-from penstock.text.answer import AnswerFormat, ChoiceDelta, ChoiceText, MarkedTokens, Prompt, Wants, showing
-from penstock.text.stream import StopString, TextStream, TokenBytes
+from penstock.text.answer import (
+    AnswerFormat,
+    ChoiceDelta,
+    ChoiceText,
+    MarkedTokens,
+    Prompt,
+    StopString,
+    TextStream,
+    TokenBytes,
+    Wants,
+    showing,
+)
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec

@@ -3,6 +3,7 @@ generating routes are in `generate`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -38,6 +39,10 @@ from penstock.server.thinking import reasons
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
 LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks outlive the process
+# a tenant is identified by its cache_salt, in the body or in the query
+QUERIES = {name: {"cache_salt": schema.ANY_LABEL} for name in ("response", "snapshot", "snapshots")}
+# routes that take a seat before the body is read: what waits in memory is bounded
+SEATED = frozenset({"tokenize", "count_tokens", "detokenize", "cache_prefetch", *QUERIES})
 
 
 def make_routes(service: Service) -> list[Route]:
@@ -47,7 +52,10 @@ def make_routes(service: Service) -> list[Route]:
         found: Callable[[Service, Request], Awaitable[Response]] = globals()[f"on_{route.name}"]
 
         async def answer(request: Request) -> Response:
-            return await found(service, request)
+            if request.method != "POST":  # the query of a POST is checked with its body
+                schema.check_query(request.query_params, **QUERIES.get(route.name, {}))
+            with service.side.take(1) if route.name in SEATED else contextlib.nullcontext():
+                return await found(service, request)
 
         return answer
 
@@ -61,13 +69,11 @@ def make_routes(service: Service) -> list[Route]:
 
 
 async def on_models(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     loaded = {**dict.fromkeys(service.names), **service.engine.adapters}
     return json_response({"object": "list", "data": [model_card(service, *one) for one in loaded.items()]})
 
 
 async def on_model(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     name = request.path_params["model"]
     service.check_model(name)
     return json_response(model_card(service, name, service.engine.adapters.get(name)))
@@ -125,59 +131,54 @@ def _check_lora(service: Service) -> None:
 
 async def on_response(service: Service, request: Request) -> Response:
     """A kept answer: read or deleted by its id."""
-    schema.check_query(request.query_params, cache_salt=schema.ANY_LABEL)
     id, owner = request.path_params["id"], owner_of(request.scope, request.query_params.get("cache_salt"))
-    with service.side.take(1):
-        if request.method == "DELETE":
-            await service.ask("responses.delete", id, owner)
-            return json_response({"id": id, "object": "response", "deleted": True})
-        kept = await service.ask("responses.find", id, owner)
+    if request.method == "DELETE":
+        await service.ask("responses.delete", id, owner)
+        return json_response({"id": id, "object": "response", "deleted": True})
+    kept = await service.ask("responses.find", id, owner)
     return Response(kept.response, media_type="application/json")
 
 
 async def on_tokenize(service: Service, request: Request) -> Response:
-    with service.side.take(1):
-        body, num_bytes = await service.body(request, schema.TokenizeBody)
-        body.check()
-        tokenizer, rules = service.engine.tokenizer, service.side_rules
+    body, num_bytes = await service.body(request, schema.TokenizeBody)
+    body.check()
+    tokenizer, rules = service.engine.tokenizer, service.side_rules
 
-        def reply() -> Response:
-            if body.messages is not None:
-                tokens = encode_chat(tokenizer, body.messages, rules)
-            else:
-                tokens = tokenizer.encode(body.prompt, add_special=body.add_special_tokens, most=rules.most)
-            most = service.engine.max_model_len
-            return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+    def reply() -> Response:
+        if body.messages is not None:
+            tokens = encode_chat(tokenizer, body.messages, rules)
+        else:
+            tokens = tokenizer.encode(body.prompt, add_special=body.add_special_tokens, most=rules.most)
+        most = service.engine.max_model_len
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 
-        return await service.compute(reply, num_bytes)
+    return await service.compute(reply, num_bytes)
 
 
 async def on_count_tokens(service: Service, request: Request) -> Response:
-    with service.side.take(1):
-        given, num_bytes = await service.body(request, messages.CountTokensBody, **messages.QUERIES)
-        tokenizer, rules = service.engine.tokenizer, service.side_rules
+    given, num_bytes = await service.body(request, messages.CountTokensBody, **messages.QUERIES)
+    tokenizer, rules = service.engine.tokenizer, service.side_rules
 
-        def reply() -> Response:
-            body, thinks = messages.as_counted(given), reasons(service.config, tokenizer)
-            with schema.renamed(messages.NAMES):
-                body.check()
-                (prompt,) = prompts_of(tokenizer, body, rules, reasons=thinks)
-            return json_response({"input_tokens": len(prompt.ids)})
+    def reply() -> Response:
+        body, thinks = messages.as_counted(given), reasons(service.config, tokenizer)
+        with schema.renamed(messages.NAMES):
+            body.check()
+            (prompt,) = prompts_of(tokenizer, body, rules, reasons=thinks)
+        return json_response({"input_tokens": len(prompt.ids)})
 
-        return await service.compute(reply, num_bytes)
+    return await service.compute(reply, num_bytes)
 
 
 async def on_detokenize(service: Service, request: Request) -> Response:
-    with service.side.take(1):
-        body, num_bytes = await service.body(request, schema.DetokenizeBody)
-        tokenizer = service.engine.tokenizer
-        check_num_tokens(body.tokens, service.side_rules.most, "tokens")
-        check_ids(tokenizer, body.tokens, "tokens")
+    body, num_bytes = await service.body(request, schema.DetokenizeBody)
+    tokenizer = service.engine.tokenizer
+    check_num_tokens(body.tokens, service.side_rules.most, "tokens")
+    check_ids(tokenizer, body.tokens, "tokens")
 
-        def reply() -> Response:
-            return json_response({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+    def reply() -> Response:
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
-        return await service.compute(reply, num_bytes)
+    return await service.compute(reply, num_bytes)
 
 
 # -------------------------------------------------------------------------------------------------- the cache
@@ -214,16 +215,15 @@ async def _no_fields(service: Service, request: Request) -> None:
 
 async def on_cache_prefetch(service: Service, request: Request) -> Response:
     """Answers when the prefetch has begun."""
-    with service.side.take(1):
-        body, num_bytes = await service.body(request, schema.PrefetchBody)
-        body.check()
-        begun = await service.compute(partial(_begin_prefetch, service, body), num_bytes)
-        found = await service.answered("kv.prefetch", begun)
-        if found is None:
-            why = "or the cache_salt is not the one that it had"
-            message = f"no request of this session has ended here lately, {why}"
-            raise Refused(404, message, param="session_id", code="session_not_found")
-        return json_response({"blocks": found.num_blocks, "started": found.started})
+    body, num_bytes = await service.body(request, schema.PrefetchBody)
+    body.check()
+    begun = await service.compute(partial(_begin_prefetch, service, body), num_bytes)
+    found = await service.answered("kv.prefetch", begun)
+    if found is None:
+        why = "or the cache_salt is not the one that it had"
+        message = f"no request of this session has ended here lately, {why}"
+        raise Refused(404, message, param="session_id", code="session_not_found")
+    return json_response({"blocks": found.num_blocks, "started": found.started})
 
 
 def _begin_prefetch(service: Service, body: schema.PrefetchBody) -> Future[Prefetched | None]:
@@ -237,7 +237,6 @@ def _begin_prefetch(service: Service, body: schema.PrefetchBody) -> Future[Prefe
 
 
 async def on_cache_stats(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     stats, _ = await service.stats()
     content: dict[str, Any] = {
         "kv_blocks": {
@@ -268,39 +267,34 @@ async def on_cache_stats(service: Service, request: Request) -> Response:
 
 
 async def on_health(service: Service, request: Request) -> Response:
-    return _status(request, "ready", service.not_ready())
+    return _status("ready", service.not_ready())
 
 
 async def on_live(service: Service, request: Request) -> Response:
-    return _status(request, "live", service.trouble())
+    return _status("live", service.trouble())
 
 
-def _status(request: Request, good: str, trouble: str | None) -> Response:
-    schema.check_query(request.query_params)
+def _status(good: str, trouble: str | None) -> Response:
     if trouble is None:
         return json_response({"status": good})
     return json_response({"status": "unavailable", "reason": trouble}, 503)
 
 
 async def on_metrics(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     stats, figures = await service.stats()
     text = metrics.exposition(stats, figures, service.names[0], service.engine.facts.pid)
     return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 
 async def on_version(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     return json_response({"version": __version__})
 
 
 async def on_openapi(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     return json_response(about.openapi(service.config.api_key is not None))
 
 
 async def on_landing(service: Service, request: Request) -> Response:
-    schema.check_query(request.query_params)
     engine, trouble = service.engine, service.not_ready()
     states = {} if trouble else (await service.stats())[0].requests
     shown = about.landing(
@@ -321,28 +315,24 @@ async def on_landing(service: Service, request: Request) -> Response:
 
 
 async def on_snapshot(service: Service, request: Request) -> Response:
-    """Read or delete by name. A tenant is identified by its cache_salt, in the body or in the query;
-    snapshots of other tenants do not exist for it."""
+    """Read or delete by name. Snapshots of other tenants do not exist for it."""
     salt, name = _salt(request), request.path_params["name"]
-    with service.side.take(1):
-        if request.method == "DELETE":
-            await _answer(service, request, "begin_delete", name, salt)
-            return json_response({"id": name, "object": "snapshot", "deleted": True})
-        return json_response(_snapshot_card(await _answer(service, request, "begin_find", name, salt)))
+    if request.method == "DELETE":
+        await _answer(service, request, "begin_delete", name, salt)
+        return json_response({"id": name, "object": "snapshot", "deleted": True})
+    return json_response(_snapshot_card(await _answer(service, request, "begin_find", name, salt)))
 
 
 async def on_snapshots(service: Service, request: Request) -> Response:
     """A list of them. A new one is answered when its blocks and its manifest are where they outlive the
     process, if there is such a place."""
     if request.method == "POST":
-        with service.side.take(1):
-            body, num_bytes = await service.body(request, schema.SnapshotBody)
-            body.check()
-            asked = await service.compute(partial(_asked, service, body), num_bytes)
-            return json_response(_snapshot_card(await _answer(service, request, "begin_take", asked)))
+        body, num_bytes = await service.body(request, schema.SnapshotBody)
+        body.check()
+        asked = await service.compute(partial(_asked, service, body), num_bytes)
+        return json_response(_snapshot_card(await _answer(service, request, "begin_take", asked)))
     salt = _salt(request)
-    with service.side.take(1):
-        found = await _answer(service, request, "begin_all", salt)
+    found = await _answer(service, request, "begin_all", salt)
     pinned = {
         "tier": found.tier,
         "blocks": found.pinned_blocks,
@@ -384,7 +374,6 @@ def _asked(service: Service, body: schema.SnapshotBody) -> SnapshotRequest:
 
 
 def _salt(request: Request) -> str:
-    schema.check_query(request.query_params, cache_salt=schema.ANY_LABEL)
     return request.query_params.get("cache_salt", "")
 
 

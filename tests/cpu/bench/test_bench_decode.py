@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from penstock.bench.run import Driver, Stepped
 from penstock.cli import main
 from penstock.config import GIB, OffloadConfig
 from penstock.engine.build import build
-from penstock.errors import ConfigError, InvariantBroken
 
 TINY = ["--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
 
@@ -64,20 +62,6 @@ def test_a_size_that_cannot_be_measured_is_skipped_with_a_reason(
     results = DecodeBench((batch, 1), prompt_tokens, tokens, repeat=1, seed=0).measure(Driver(engine, config))
     assert said in results.skipped[0] and results.skipped[0].startswith(f"batch {batch}: ")
     assert not engine.has_work()
-
-
-def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
-    file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
-    sizes = ["--batch", "2,1,2,999", "--prompt-tokens", "8", "--tokens", "8", "--repeat", "1"]
-    assert main(["bench", "decode", *TINY, *sizes, "--json", str(file), "--plot", str(picture)]) == 0
-    shown, report = capsys.readouterr(), json.loads(file.read_text())
-    assert set(report) >= {"machine", "config", "results", "skipped", "settings", "model", "device"}
-    assert [row["batch"] for row in report["results"]] == [2, 1] and report["settings"]["prompt_tokens"] == 8
-    assert (report["model"], report["device"]) == ("tiny-llama", "cpu")
-    assert report["config"]["kv"]["device_blocks"] == 64
-    assert f"{report['results'][0]['step_ms']['median']:.3f}" in shown.out
-    assert "skipped: batch 999" in shown.err
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_measured_is_a_failure_and_a_picture_without_matplotlib_is_refused_at_once(
@@ -137,19 +121,6 @@ def test_decoding_goes_on_while_prefixes_come_back(tiered_engine, tiered_config)
     assert row["p99_ratio"] == row["restoring_ms"]["p99"] / row["alone_ms"]["p99"]
 
 
-def test_what_is_no_restore_is_not_reported(tiered_engine, tiered_config):
-    with pytest.raises(ConfigError, match=r"--gib .* is less than one KV block"):
-        restore(tiered_engine, tiered_config, blocks=0.5)
-    with pytest.raises(ConfigError, match="raise --tokens or --prefill-chunk"):
-        restore(tiered_engine, tiered_config, tokens=6)
-
-
-def test_a_restore_that_brings_nothing_back_is_noticed(tiered_engine, tiered_config, monkeypatch):
-    monkeypatch.setattr(type(tiered_engine.cache.loads), "worth", lambda self, lease, depth: 0)
-    with pytest.raises(InvariantBroken, match="0 blocks were promoted"):
-        restore(tiered_engine, tiered_config)
-
-
 def test_device_and_host_have_to_hold_what_returns(tiered_engine, tiered_config, config):
     results = restore(tiered_engine, tiered_config, blocks=200)
     assert results.rows == [] and "on the device, which holds 64" in results.skipped[0]
@@ -163,13 +134,3 @@ def test_device_and_host_have_to_hold_what_returns(tiered_engine, tiered_config,
         assert len(results.rows) == num_rows
         said = "they need 11 KV blocks in host memory, which holds 10 (160 tokens); --kv-offload"
         assert num_rows or said in results.skipped[0]
-
-
-def test_the_command_of_a_restore_shows_and_draws_it_and_needs_a_tier(tmp_path, capsys):
-    file, picture = tmp_path / "restore.json", tmp_path / "restore.svg"
-    sizes = f"--kv-offload-host-gib {0.02} --gib 0.001 --batch 2 --tokens 30 --repeat 1".split()
-    assert main(["bench", "restore", *TINY[:-2], *sizes, "--json", str(file), "--plot", str(picture)]) == 0
-    (row,) = json.loads(file.read_text())["results"]
-    assert f"{row['p99_ratio']:.3f}" in capsys.readouterr().out and b"<svg" in picture.read_bytes()
-    assert main(["bench", "restore", "--no-kv-offload"]) == 2
-    assert "--kv-offload" in capsys.readouterr().err

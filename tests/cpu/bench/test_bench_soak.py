@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import threading
-from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -19,21 +16,14 @@ from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.soak_trouble import (
     Ask,
     Disturber,
-    Mischief,
     UnreliableCopier,
-    UnreliableDisk,
-    UnreliableStore,
     random_asks,
 )
 from penstock.cli import main
 from penstock.config import SanitizeConfig
 from penstock.contract import SamplingParams
 from penstock.engine.execution.arriving import Arriving
-from penstock.engine.scheduling.scheduler import Planned
-from penstock.errors import StoreFailed
-from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.tiers.store import Envelope, Outcome
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from tests.support.driving import tiny_config
@@ -108,41 +98,12 @@ def test_what_is_larger_than_the_device_and_scored_is_soaked_too_but_not_compare
     assert verdict.violations == [] and verdict.counts["scored answers, which are not compared"] > 0
 
 
-def test_without_a_tier_there_is_still_a_soak():
-    verdict = run(host_blocks=0)
-    assert verdict.violations == []
-    assert verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
-
-
 # -------------------------------------------------------------------------------------- damage in the verdict
 
 
 def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
     monkeypatch.setattr(UnreliableCopier, "copy", lambda self, *_: None)  # and no part is told
     verdict = run(seen=lambda engine: engine.stats().prompt_tokens["host"] > 300)
-    assert any("differ from the" in violation for violation in verdict.violations)
-
-
-def test_a_wrong_bit_that_is_not_checked_for_is_noticed_by_its_tokens(tmp_path, monkeypatch):
-    def read_wrong(self, fd, buffers, offset):
-        num = super(UnreliableDisk, self).preadv(fd, buffers, offset)
-        for payload in buffers[1::2]:
-            payload[:] = bytes(len(payload))
-        return num
-
-    def persist(self) -> None:
-        with suppress(StoreFailed):  # what a reset at the same time takes from host memory is not written
-            self._engine.kv.wait_flushed("persisted", 20.0)
-
-    shares(monkeypatch)
-    monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.0)
-    monkeypatch.setattr(UnreliableDisk, "preadv", read_wrong)
-    monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
-    monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
-    monkeypatch.setattr(Disturber, "flush", persist)
-    monkeypatch.setattr(Disturber, "reset", lambda self: self._engine.kv.reset(("device", "host")))
-    disk = {"ssd_dir": str(tmp_path), "ssd_gib": 0.004}
-    verdict = run(2.0, 0, 3, 32, lambda engine: engine.stats().prompt_tokens["ssd"] > 1000, **disk)
     assert any("differ from the" in violation for violation in verdict.violations)
 
 
@@ -162,27 +123,12 @@ def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
     assert any("the sanitizer reports" in violation for violation in verdict.violations)
 
 
-def test_a_lease_that_nobody_ends_is_noticed(monkeypatch):
-    kept = []
-    monkeypatch.setattr(HostLease, "end", lambda self: kept.extend({self} & self._tier.leases.keys()))
-    monkeypatch.setattr(HostTier, "expire", lambda self: None)
-    assert any("leases are open" in violation for violation in run(seen=lambda engine: bool(kept)).violations)
-
-
 def test_a_pin_that_nobody_ends_is_noticed(monkeypatch):
     monkeypatch.setattr(soak, "END_S", 1.0)
     monkeypatch.setattr(Saves, "_end", lambda self, save: None)
     violations = run(seconds=0.5).violations
     assert any("slots of device are pinned" in violation for violation in violations)
     assert any("the engine's loop failed: Leaked" in violation for violation in violations)
-
-
-def test_a_request_that_never_ends_is_noticed(monkeypatch):
-    monkeypatch.setattr(soak, "END_S", 0.2)
-    monkeypatch.setattr("penstock.engine.scheduling.scheduler.Scheduler.plan", lambda *_, **__: Planned())
-    monkeypatch.setattr(soak, "_Reference", _NoReference)
-    monkeypatch.setattr(soak_trouble, "CANCELLED", 0.0)
-    assert any("have not ended" in violation for violation in run(seconds=0.2).violations)
 
 
 def test_a_thread_that_is_left_behind_is_noticed(monkeypatch):
@@ -222,63 +168,6 @@ class _NoReference:
 
 
 # --------------------------------------------------------------------------------------------------- mischief
-
-
-def mischief() -> tuple[Mischief, Counter[str]]:
-    counts: Counter[str] = Counter()
-    return Mischief(counts, random.Random(0), 0.0), counts
-
-
-def test_a_disk_fails_spoils_and_loses_as_it_is_told(tmp_path, monkeypatch):
-    made, counts = mischief()
-    disk = UnreliableDisk(made)
-    folder = os.open(tmp_path, os.O_RDONLY)
-    fd = disk.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, folder)
-    shares(monkeypatch)
-    assert disk.pwritev(fd, [memoryview(b"a" * 8), memoryview(b"b" * 8)], 0) == 16
-    buffer = bytearray(16)
-    shares(monkeypatch, SPOILED=1.0)
-    assert disk.preadv(fd, [memoryview(buffer)], 0) == 16
-    assert sum((a ^ b).bit_count() for a, b in zip(buffer, b"a" * 8 + b"b" * 8, strict=True)) == 1
-    for _ in range(8):
-        assert disk.pwritev(fd, [memoryview(b"c" * 8), memoryview(b"d" * 8)], 16) == 16  # so it says
-    shares(monkeypatch, FAILED=1.0)
-    for call in (
-        lambda: disk.preadv(fd, [memoryview(buffer)], 0),
-        lambda: disk.pwritev(fd, [memoryview(buffer)], 0),
-    ):
-        with pytest.raises(OSError, match="made to fail"):
-            call()
-    disk.close(fd)
-    os.close(folder)
-    assert counts == {
-        "disk calls stalled on purpose": 0,
-        "disk calls failed on purpose": 2,
-        "disk reads spoiled on purpose": 1,
-        "disk writes lost on purpose": 8,
-    }
-
-
-def test_a_store_fails_and_exaggerates_but_never_calls_wrong_bytes_done(monkeypatch):
-    made, counts = mischief()
-    inner = MemoryStore()
-    store = UnreliableStore(inner, made)
-    keys, blocks = [bytes([n]) * 16 for n in range(4)], [memoryview(bytes([n]) * 8) for n in range(4)]
-    shares(monkeypatch, FAILED=1.0)
-    assert store.write(keys, range(4), blocks) == [Outcome.FAILED] * 4 and inner.blocks == {}
-    shares(monkeypatch)
-    assert store.write(keys[:2], range(2), blocks[:2]) == [Outcome.DONE] * 2 and store.find(keys) == 2
-    shares(monkeypatch, EXAGGERATED=1.0, FAILED=0.5)
-    assert store.find(keys) == 4
-    for _ in range(8):
-        into = [memoryview(bytearray(8)) for _ in keys]
-        outcomes = store.read(keys, into)
-        assert Outcome.DONE not in outcomes[2:]
-        assert all(into[n] == blocks[n] for n, outcome in enumerate(outcomes) if outcome is Outcome.DONE)
-    assert counts["blocks of a store failed on purpose"] > 4
-    shares(monkeypatch, DOWN=1.0)
-    with pytest.raises(StoreFailed):
-        store.persist()
 
 
 def test_what_is_asked_fits_and_the_seed_decides_it():

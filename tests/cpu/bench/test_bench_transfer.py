@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ from penstock.bench.report import Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
 from penstock.cli import main
 from penstock.config import Config, ModelSource, OffloadConfig
-from penstock.errors import ConfigError, InvariantBroken, ModelError, StoreFailed, TransferFailed
-from penstock.kv.memory import HostArena, HostMemory
+from penstock.errors import InvariantBroken, ModelError, StoreFailed
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import CpuCopier
@@ -75,26 +72,6 @@ def test_layers_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch, 
         measured()
 
 
-def test_a_copy_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the link fell over")
-
-    monkeypatch.setattr(CpuCopier, "copy", fail)
-    with pytest.raises(TransferFailed, match="the link fell over"):
-        measured()
-
-
-def test_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_memory(arena: HostArena, ready: Any) -> HostMemory:
-        ready.__self__.withhold()  # as beside a GPU
-        return HostMemory(arena, ready)
-
-    monkeypatch.setattr("penstock.kv.tiers.host.HostMemory", open_memory)
-    monkeypatch.setattr(HostArena, "prepare", lambda self, ready, progress, stop: ready(range(3)))
-    with pytest.raises(ConfigError, match="lower --blocks"):
-        measured()
-
-
 def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = measured(blocks=(1 << 40, 2))
     assert "are free" in results.skipped[0] and results.skipped[0].startswith(f"{1 << 40} blocks: ")
@@ -152,35 +129,6 @@ def test_blocks_that_do_not_reach_or_leave_the_disk_are_noticed(
         on_disk(tmp_path)
 
 
-def test_every_run_writes_everything_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there already would be written at any speed."""
-    written: list[int] = []
-    honest = SsdStore.write
-
-    def write(self: SsdStore, keys: Any, *rest: Any) -> list[Outcome]:
-        written.append(len(keys))
-        return honest(self, keys, *rest)
-
-    monkeypatch.setattr(SsdStore, "write", write)
-    on_disk(tmp_path)
-    assert sum(written) == 5 * 2 * (1 + 2)
-
-
-def test_a_file_system_without_direct_access_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "O_DIRECT", 0o100000000)  # a flag that no file system has
-    honest = os.open
-
-    def refuse(path: Any, flags: int, *mode: int, **where: int) -> int:
-        if flags & 0o100000000:
-            raise OSError(22, "Invalid argument")
-        return honest(path, flags, *mode, **where)
-
-    monkeypatch.setattr(os, "open", refuse)
-    assert "figures are of memory" in measured(ssd_dir=str(tmp_path)).skipped[0]
-
-
 def test_a_store_is_measured_both_ways_and_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
 
@@ -202,23 +150,6 @@ def test_a_store_is_measured_both_ways_and_left_empty(monkeypatch: pytest.Monkey
 
 
 # ------------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_writes_table_file_and_picture_and_leaves_nothing_on_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("it was loaded"))
-    file, picture, near = tmp_path / "transfer.json", tmp_path / "transfer.png", tmp_path / "disk"
-    near.mkdir()
-    files = ["--json", str(file), "--plot", str(picture), "--kv-offload-ssd-dir", str(near)]
-    assert main(["bench", "transfer", *FLAGS, "--load-format", "dummy", "--layers", "1,9", *files]) == 0
-    shown, report = capsys.readouterr(), json.loads(file.read_text())
-    assert (report["bench"], report["model"], report["device"]) == ("transfer", "tiny-qwen3", "cpu")
-    assert report["settings"] == {"blocks": [4], "layers": [1, 9], "repeat": 1, "seed": 0}
-    assert f"{report['results'][0]['gb_s']:.2f}" in shown.out and "% of raw" in shown.out
-    assert {"promote", "ssd to device"} <= {row["direction"] for row in report["results"]}
-    assert "groups of 9 layers" in shown.err
-    assert picture.read_bytes().startswith(b"\x89PNG") and list(near.iterdir()) == []
 
 
 def test_the_command_measures_a_real_store_and_shows_no_password(

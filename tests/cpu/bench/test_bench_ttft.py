@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bench import ttft
 from penstock.bench.run import Driver, scratch_ssd
 from penstock.bench.ttft import NEW_TOKENS, RestartBench, TtftBench, run_in_process
 from penstock.cli import main
@@ -22,10 +20,8 @@ from penstock.config import GIB, Config, OffloadConfig
 from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
-from penstock.kv.tiers.policy import PrefillRate
+from penstock.errors import ConfigError, InvariantBroken, StepFailed
 from penstock.models.progress import silent
-from penstock.testing.stores import MemoryStore
 from tests.cpu.bench import child_work
 
 TINY = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
@@ -61,8 +57,10 @@ def served(config: Config, length: int, **by: int) -> dict[str, int]:
     return asdict(KvSource(**by, computed=length - sum(by.values())))
 
 
-@pytest.mark.parametrize(("length", "reused"), [(64, 63), (70, 64), (15, 0), (1, 0)])
-@pytest.mark.parametrize("num_tiers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_tiers", "length", "reused"),
+    [(1, 64, 63), (2, 70, 64), (3, 64, 63), (3, 70, 64), (3, 15, 0), (2, 1, 0)],
+)
 def test_a_tier_serves_all_full_blocks_but_never_the_last_token(
     make_engine: Make, ssd_config: Config, config: Config, num_tiers: int, length: int, reused: int
 ) -> None:
@@ -79,36 +77,6 @@ def test_a_tier_serves_all_full_blocks_but_never_the_last_token(
         assert row["promoted_blocks"][tier] == row["promoted_blocks"][f"{tier}_new"] == promoted
         ratio = "ratio" if tier == "device" else f"ratio_{tier}"
         assert row[ratio] == times["cold"] / times[tier] and len(row["ttft_ms"][tier]["all"]) == 2
-
-
-def test_without_the_prefix_cache_everything_comes_from_the_host(
-    make_engine: Make, tiered_config: Config
-) -> None:
-    config = replace(tiered_config, kv=replace(tiered_config.kv, prefix_cache=False))
-    (row,) = BENCH.measure(Driver(make_engine(config), config)).rows
-    assert set(row["source"]) == {"cold", "host", "host_new"} and "ratio" not in row
-    assert row["source"]["host"] == served(config, 64, host=63) and row["promoted_blocks"]["host"] == 4
-
-
-def test_behind_a_disk_the_store_serves_alone_is_cold_again_and_keeps_what_others_have(
-    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = {bytes(16): bytearray(b"of another engine")}
-    monkeypatch.setattr(
-        "penstock.kv.build.open_remote",
-        lambda url, space, timeout_s: MemoryStore(space=space.digest, blocks=shared),
-    )
-    monkeypatch.setattr(PrefillRate, "seconds", lambda self, *_: None)  # a second to answer, however fast
-    config = offloaded(ssd_config, remote="valkey://elsewhere")
-    for _ in range(2):
-        engine = make_engine(config)
-        (row,) = BENCH.measure(Driver(engine, config)).rows
-        engine.close(timeout_s=20.0)
-        assert row["source"]["cold"] == served(config, 64)
-        for tier in ("ssd", "remote"):
-            assert row["source"][tier] == served(config, 64, **{tier: 63})
-        assert row["source"]["remote_new"] == served(config, 80, remote=64)
-    assert bytes(16) in shared and row["ratio_remote"] > 0
 
 
 # ------------------------------------------------------------------------------------------ the proof
@@ -138,23 +106,6 @@ def test_what_did_not_come_from_the_named_tier_is_not_reported(
     monkeypatch.setattr(f"{what}.{name}", fake)
     with pytest.raises(InvariantBroken, match=said):
         BENCH.measure(Driver(tiered_engine, tiered_config))
-
-
-def test_a_tier_that_was_not_emptied_is_noticed(
-    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = Driver.reset_cache
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            Driver, "reset_cache", lambda self, *tiers: honest(self, *(one for one in tiers if one != "host"))
-        )
-        with pytest.raises(InvariantBroken, match="expected 63 from the ssd"):
-            BENCH.measure(Driver(make_engine(ssd_config), ssd_config))
-    config = offloaded(ssd_config, ssd_dir=None)
-    monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: honest(self, *tiers) if tiers else 0)
-    monkeypatch.setattr(Driver, "prompts", lambda self, num, length, *seed: [list(range(length))])
-    with pytest.raises(InvariantBroken, match="expected none from the device"):
-        BENCH.measure(Driver(make_engine(config), config))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +153,7 @@ def test_a_length_that_does_not_fit_is_skipped_with_a_reason(
     ("tier", "place", "small", "length", "blocks"),
     [
         # a block more for each case with new tokens
-        ("host", "in host memory", 17.5 * 8192 / GIB, 256, 18),
         ("host", "in host memory", 17.5 * 8192 / GIB, 264, 18),
-        ("host", "in host memory", 1.5 * 8192 / GIB, 15, 2),
         ("ssd", "on the disk", 0.0002, 640, 43),
     ],
 )
@@ -232,17 +181,6 @@ def test_a_length_that_a_tier_does_not_hold_is_refused_at_once_and_the_proposed_
         assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1
 
 
-def test_a_disk_that_has_no_room_is_said_to_have_none(
-    make_engine: Make, ssd_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(ssd_config)
-    monkeypatch.setattr(
-        "penstock.bench.run.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(GIB, GIB, 1000)
-    )
-    (said,) = BENCH.measure(Driver(engine, ssd_config)).skipped
-    assert said.startswith("64 tokens: they need 0.00 GiB of the disk of ") and said.endswith("0.00 are free")
-
-
 # ------------------------------------------------------------------------------------------ a restart
 
 
@@ -267,47 +205,6 @@ def test_what_one_engine_computed_the_next_reads_from_disk(ssd_config: Config) -
         assert row["tokens"] == length and row["first_ms"] > 0
         assert row["source"]["cold"] == row["source"]["cold_before"] == served(ssd_config, length)
         assert row["source"]["ssd"] == served(ssd_config, length, ssd=from_disk)
-
-
-def test_prompts_that_the_disk_does_not_hold_together_are_refused_before_a_process_computes_them(
-    ssd_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 64 tokens, two runs: two prompts of 4 blocks that the first process computes, and one that the
-    second does before the last is asked for. Those of 320 are as many of 20, and the disk has 8 + 8 for the
-    others."""
-    small, said = (
-        offloaded(ssd_config, ssd_gib=0.0003),
-        "320 tokens, 4 prompts: they need {} KV blocks on the disk",
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(ttft, "sample", lambda *_: pytest.fail("something was measured"))
-        (refused,) = RestartBench((320,), 1, 0).compute(small, "bench", silent)[1].skipped
-    assert refused.startswith(said.format(60))
-    _, before, _ = LONGER.compute(small, "bench", silent)
-    (refused,) = before.skipped
-    assert lengths(before) == [64] and refused.startswith(said.format(76))
-    shutil.rmtree(small.offload.ssd_dir or "")
-    enough = offloaded(ssd_config, ssd_gib=float(refused.split()[-3]))
-    _, before, num_blocks = LONGER.compute(enough, "bench", silent)
-    assert before.skipped == [] and len(asked_again(LONGER, enough, num_blocks, before)) == 2
-
-
-def test_a_restart_needs_host_memory_for_each_prompt(ssd_config: Config) -> None:
-    _, before, _ = RESTART.compute(offloaded(ssd_config, host_gib=3.5 * 8192 / GIB), "bench", silent)
-    (said,) = before.skipped
-    assert lengths(before) == [20]
-    assert "64 tokens, 4 prompts: they need 4 KV blocks in host memory, which holds 3 (48 tokens)" in said
-
-
-def test_a_directory_that_lost_its_files_is_no_restart(
-    ssd_config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _, before, num_blocks = RESTART.compute(ssd_config, "bench", silent)
-    for file in (tmp_path / "ssd").glob("*.kv"):
-        file.unlink()
-    monkeypatch.setattr(ttft, "SCAN_S", 0.1)
-    with pytest.raises(DeadlineExceeded, match="0 of 10 blocks"):
-        asked_again(RESTART, ssd_config, num_blocks, before)
 
 
 def test_errors_progress_and_results_come_from_another_process() -> None:
@@ -340,43 +237,6 @@ def test_a_scratch_directory_lies_near_the_one_that_is_named_and_is_removed(
 
 
 # ------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_writes_table_file_and_picture_of_the_tiers_that_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
-    argv = ["bench", "ttft", *TINY, "--tokens", "48,9999", "--repeat", "2", "--json", str(file)]
-    for flags, tiers in (
-        ([], ("device", "host")),
-        (["--no-prefix-cache"], ("host",)),
-        (["--no-kv-offload", "--plot", str(picture)], ("device",)),
-    ):
-        assert main([*argv, *flags]) == 0
-        shown, report = capsys.readouterr(), json.loads(file.read_text())
-        (row,) = report["results"]
-        assert set(row["ttft_ms"]) == {"cold", *tiers, *(f"{tier}_new" for tier in tiers)}
-        assert f"{row['ttft_ms']['cold']['median']:.2f}" in shown.out and report["skipped"][0] in shown.err
-        assert report["settings"] == {"lengths": [48, 9999], "repeat": 2, "seed": 0}
-    assert b"<svg" in picture.read_bytes()
-
-
-def test_the_command_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "bench",
-        "ttft",
-        *TINY[:-2],
-        "--repeat",
-        "1",
-        "--tokens",
-        "32,1500",
-        "--no-kv-offload",
-        "--device-kv-gib",
-    ]
-    assert main([*argv, "0.002"]) == 0
-    *_, flag, gib, _, _ = capsys.readouterr().err.split()
-    assert flag == "--device-kv-gib" and main([*argv, gib]) == 0
-    assert "skipped" not in capsys.readouterr().err
 
 
 def test_the_command_restarts_in_new_processes_and_leaves_no_directory(

@@ -4,11 +4,9 @@ shown."""
 from __future__ import annotations
 
 import contextlib
-import io
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from penstock import answer as answer_module
 from penstock.answer import Answer, Figures, running_engine
@@ -135,31 +133,6 @@ def test_no_answer_is_waited_for_once_the_engine_has_ended(quick):
     assert engine.num_looks == 4, "as long as it might say something, it is waited for"
 
 
-def test_what_an_engine_said_before_it_ended_is_read_to_its_end(quick):
-    """Its last event comes between a look for events and the look whether it has ended."""
-
-    class LastWords(Scripted):
-        @property
-        def ended(self):
-            if not self.num_looks:
-                self.listener(TokenEvent("r", tokens=(66,), finish=FinishReason.LENGTH))
-            return super().ended
-
-    answer = Answer(LastWords(TOKEN, ends=0), [1], greedy(5))
-    assert "".join(answer.pieces()) == "AB" and answer.figures().finish == "length"
-
-
-def test_a_request_that_is_never_cancelled_is_not_waited_for_for_ever(quick):
-    engine = Scripted(TOKEN)
-    answer = Answer(engine, [1], greedy(5))
-    pieces = answer.pieces()
-    assert next(pieces) == "A"
-    answer.interrupt()
-    with pytest.raises(StepFailed, match="did not end the request"):
-        next(pieces)
-    assert engine.cancelled == ["r"] and engine.num_looks > answer_module.CANCEL_S - 5, "it has all that time"
-
-
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_an_engine_thread_that_dies_ends_the_answer_with_the_reason(monkeypatch, when):
     def burst(*_):
@@ -189,30 +162,7 @@ def test_leaving_a_session_closes_its_engine_also_by_an_error(error):
         engine.submit(Submission([1], greedy(1)), print)
 
 
-def test_figures_read_well_for_any_number_of_tokens_and_say_which_tier_served_the_prompt():
-    for num, said in ((0, "0 tokens, first"), (1, "1 token, first"), (3, "3 tokens at 2.0 tok/s, first")):
-        assert said in Figures(10, KvSource(8, 2), num, 1.0, 2.0, "stop").line()
-    for source, said in (
-        (KvSource(8, computed=2), ""),
-        (KvSource(8, 8, computed=2), ", 8 from host memory"),
-        (KvSource(8, 2, 3, 4), ", 2 from host memory, 3 from disk, 4 from the shared store"),
-    ):
-        line = Figures(10, source, 1, 1.0, 2.0, "stop").line()
-        assert line.endswith(f"prompt 10 tokens, 8 from the device cache{said} (stop)")
-
-
 # --------------------------------------------------------------------------------------------------- progress
-
-
-def test_a_terminal_has_one_bar_for_the_stage_that_is_under_way():
-    out = io.StringIO()
-    with ProgressBar(Console(file=out, force_terminal=True, width=80)) as bar:
-        for stage, done, total in (("weights", 0, 10), ("weights", 5, 10), ("cache", 1, 4)):
-            bar(stage, done, total)
-            bar._bar.refresh()
-    shown = out.getvalue()
-    assert "weights" in shown and "50%" in shown and "25%" in shown.rpartition("cache")[2]
-    assert "100 %" not in shown and "weights: " not in shown
 
 
 def test_without_a_terminal_only_long_stages_are_spoken_of_until_they_are_over(capsys, monkeypatch):

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.commands import cache
 from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.store import open_ssd
-from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey, inspect
+from penstock.kv.tiers.ssd.survey import inspect
 
 PROMPT = "to be or not to be, that is the question"  # 40 tokens of a byte each: two full blocks
 SECTOR = 4096
@@ -132,15 +131,6 @@ def test_inspect_says_what_is_there_and_changes_nothing(cached, look):
     assert contents(cached) == before
 
 
-@pytest.mark.parametrize("action", ["inspect", "verify", "clear --yes"])
-def test_each_says_how_far_it_is(cached, penstock, monkeypatch, action):
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr("penstock.progress.ProgressBar.__call__", lambda bar, *said: told.append(said))
-    assert penstock(f"cache {action} --kv-offload-ssd-dir {cached}").code == 0
-    assert told and all(stage == action.split()[0] and done <= total for stage, done, total in told)
-    assert told[-1][1] == told[-1][2] > 0
-
-
 def test_verify_reads_every_block_and_is_content(cached, look):
     ran, _ = look("verify", cached)
     assert ran.code == 0 and "nothing is damaged" in ran.out
@@ -158,41 +148,6 @@ def test_verify_finds_one_flipped_bit_and_the_next_engine_computes_that_block(
     assert len(written["torn"]) + len(written["corrupt"]) == 1 and written["num_good"] == 1
     assert "32 from disk" not in generate().err
     assert "32 from disk" in generate().err, "it was written anew"
-
-
-@pytest.mark.parametrize("which", ["damaged", "corrupt", "torn"])
-def test_of_much_damage_the_first_lines_are_shown_and_verify_ends_with_it(capsys, which):
-    shown = {"damaged": "damaged files", "corrupt": "damaged heads", "torn": "torn blocks"}[which]
-    for num in (0, 1, cache.MOST_LINES, cache.MOST_LINES + 3):
-        found = Survey(Path("/kv"), num_segments=1, num_good=7)
-        getattr(found, which).extend(f"place {i}" for i in range(num))
-        for action, code in (("inspect", 0), ("verify", int(num > 0))):
-            assert cache._show(found, verified=action == "verify") == code
-            said = capsys.readouterr().out
-            assert said.count("damaged: place ") == min(num, cache.MOST_LINES)
-            assert ("and 3 more; --json FILE keeps all" in said) == (num > cache.MOST_LINES)
-            assert ("nothing is damaged" in said) == (action == "verify" and not num)
-            assert (cells(said)[shown], cells(said)["whole blocks"]) == (str(num), "7")
-
-
-def test_the_largest_space_is_shown_first_with_its_times(capsys):
-    large = SpaceSurvey(3, 5 << 30, 1_700_000_000 * 10**9, 2**80)
-    cache._show(Survey(Path("/kv"), spaces={"a" * 64: SpaceSurvey(1, 10, 0, 0), "b" * 64: large}), False)
-    first, second = capsys.readouterr().out.splitlines()[-2:]
-    assert re.split(r" {2,}", first.strip()) == ["b" * 12, "3", "5.0 GiB", "2023-11-14 22:13", "?"]
-    assert second.split()[:4] == ["a" * 12, "1", "10", "bytes"] and "1970-01-01 00:00" in second
-
-
-def test_sizes_have_the_largest_unit_that_they_reach():
-    sizes = {
-        0: "0 bytes",
-        1023: "1023 bytes",
-        1024: "1.0 KiB",
-        1 << 20: "1.0 MiB",
-        (1 << 30) - 1: "1024.0 MiB",
-    }
-    assert {size: cache._size(size) for size in sizes} == sizes
-    assert cache._size(3 << 29) == "1.5 GiB"
 
 
 # ------------------------------------------------------------------------------------------------------ clear

@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from penstock.commands import doctor
@@ -100,34 +98,6 @@ def test_cuda_that_is_not_there_is_a_failure(examine, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("version", [None, "3.4"])
-def test_a_machine_with_a_gpu_is_asked_for_its_kernels(monkeypatch, version):
-    gpu = {"name": "H200", "free_gib": 130.5, "memory_gib": 139.8, "capability": "9.0"}
-    monkeypatch.setattr(doctor, "describe_gpus", lambda: [gpu])
-    monkeypatch.setattr(doctor, "device_of", lambda config: "cuda")
-    monkeypatch.setattr(doctor, "installed_version", lambda package: version)
-    monkeypatch.setattr(doctor, "_tiny_generation", lambda device: doctor.Check("generation", "ok", device))
-    checks = {check.name: check for check in doctor._checks(Config(ModelSource("tiny-llama")))}
-    assert checks["device"].detail == "cuda; GPUs: H200, 130.5 of 139.8 GiB free, capability 9.0"
-    assert checks["triton"].status == ("fail" if version is None else "ok")
-
-
-def test_a_cache_that_never_matches_is_found_by_the_generation(monkeypatch):
-    monkeypatch.setattr(
-        "penstock.kv.blocks.pool.BlockPool.find", lambda self, keys, like=None: np.empty(0, np.int32)
-    )
-    assert doctor._tiny_generation("cpu").status == "fail"
-
-
-@pytest.mark.parametrize(("available_gib", "status"), [(1.9, "warn"), (2.0, "ok"), (200.0, "ok")])
-def test_little_memory_is_a_warning_that_says_what_to_do(monkeypatch, available_gib, status):
-    memory = SimpleNamespace(available=int(available_gib * GIB), total=256 * GIB)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: memory)
-    check = doctor._memory()
-    assert check.status == status and bool(check.hint) == (status == "warn")
-    assert check.detail == f"{available_gib:.1f} of 256.0 GiB available"
-
-
 # ---------------------------------------------------------------------------------------- a model by its path
 
 
@@ -212,16 +182,6 @@ def test_4_bits_are_shown_where_the_file_has_them_and_fail_where_it_does_not(tmp
     failed = model_checks(Config(ModelSource(str(plain), device="cpu", weights="int4")))["weights"]
     assert failed.status == "fail"
     assert "needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K" in failed.detail
-
-
-def test_half_the_dtype_is_half_the_memory():
-    single, half = (
-        model_checks(Config(ModelSource("qwen3-0.6b", device="cpu", dtype=dtype)))
-        for dtype in ("float32", "bfloat16")
-    )
-    assert "2.22 GiB in float32" in single["weights"].detail
-    assert "1.11 GiB in bfloat16" in half["weights"].detail
-    assert "229376 bytes per token" in single["KV"].detail and "114688 bytes per token" in half["KV"].detail
 
 
 @pytest.mark.parametrize(

@@ -96,18 +96,6 @@ def test_a_dash_reads_the_prompt_from_stdin(generate, monkeypatch):
     assert generate("-")[0] == given
 
 
-def test_a_stop_string_ends_the_text_before_it(generate):
-    whole, _ = generate("hello", "--max-tokens 24 --ignore-eos")
-    stop = whole[10:14]
-    cut, figures = generate("hello", f"--max-tokens 24 --stop={stop}")
-    assert cut == whole[: whole.index(stop)] + "\n" and figures["finish"] == "stop"
-
-
-def test_a_seed_decides_what_is_sampled(generate):
-    first, again, other = (generate("hello", f"--temperature 1.5 --seed {seed}")[0] for seed in (1, 1, 2))
-    assert first == again != other
-
-
 def test_a_default_length_yields_to_the_context_but_a_given_one_is_refused(generate, penstock, tiny):
     for room in (1, 20, 255):
         length = len("twelve bytes") + room

@@ -39,11 +39,6 @@ def test_a_stream_that_was_closed_before_the_start_leads_nowhere(closed, tiny):
     assert b"first after" not in ran.stdout  # figures, which belong to stderr
 
 
-def test_without_stdin_nothing_is_asked_and_nothing_answered(tiny):
-    ran = run("<&-", "chat", *tiny)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
-
-
 def test_a_directory_whose_name_the_terminal_does_not_have_is_looked_into(tmp_path, tiny):
     folder = tmp_path / "kvü"
     folder.mkdir(mode=0o700)

@@ -18,8 +18,7 @@ from penstock.kv.tiers.remote import KINDS, open_store
 from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, Written, pack
 from tests.cpu.kv.remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
 from tests.store_servers import valkey_or_skip
-from tests.support.servers import ServerMissing
-from tests.support.servers_more import Bucket, Mooncake, mooncake_environment
+from tests.support.servers import Bucket, Mooncake, ServerMissing, mooncake_environment
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 TIMEOUT_S = 10.0  # a busy machine may take a second for a request

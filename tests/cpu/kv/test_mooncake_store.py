@@ -23,8 +23,7 @@ from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack
 from penstock_mooncake import MooncakeClient, MooncakeStore
 from tests.cpu.kv.remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
-from tests.support.servers import ServerMissing
-from tests.support.servers_more import Mooncake, mooncake_environment
+from tests.support.servers import Mooncake, ServerMissing, mooncake_environment
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 VALUE_BYTES = HEADER_BYTES + BLOCK_BYTES

@@ -20,8 +20,7 @@ from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, Written, pack
 from penstock_s3 import BucketStore, parse_address
 from tests.cpu.kv.remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable
-from tests.support.servers import ServerMissing
-from tests.support.servers_more import Bucket
+from tests.support.servers import Bucket, ServerMissing
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 

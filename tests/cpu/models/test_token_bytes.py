@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders
 
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpelling
-from penstock.text.stream import TextStream
+from penstock.text.answer import TextStream
 from tests.support.vocabularies import KINDS, SPECIAL, vocabulary
 
 SPELL_ALL = ("byte-level BPE", "SentencePiece BPE", "SentencePiece BPE, no prefix")  # any text comes back

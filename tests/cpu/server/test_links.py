@@ -6,16 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +80,7 @@ from penstock.server.boundary import (
 from penstock.server.channel import Outgoing, SocketFrontEnd
 from penstock.server.client import EngineClient
 from penstock.server.links import EngineService
-from penstock.server.seats import Gate, GateNumber, RequestFigures, SeatBook
+from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
 from penstock.testing.tiny_models import TINY_LLAMA
 from tests.cpu.server.served import DEADLINE_S, until
@@ -130,18 +127,6 @@ def test_a_message_that_comes_while_others_are_taken_is_taken_with_them_or_wakes
     out.put(Beat(2, 0.0))
     assert len(woken) == 2 and [one.number for one in taking] == [2]
     assert not [*out.take()]
-
-
-def test_events_wait_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MOST_EVENTS", 2)
-    out = Outgoing(lambda: None)
-    out.put([event(1, tokens=(10,)), event(2, tokens=(20,))])
-    assert out.too_full() is None
-    taking = out.take()
-    next(taking)
-    out.put([event(1, tokens=(11,))])
-    assert out.too_full() == "3 events wait for it", "the first two are being sent"
-    assert len([*taking]) == 1 and out.too_full() is None
 
 
 def test_an_event_arrives_as_it_was() -> None:
@@ -307,32 +292,6 @@ def reply_of(wire: Wire[FromEngine]) -> boundary.Returned:
     return message
 
 
-def wait_dealt_with(front: Wire[FromEngine]) -> None:
-    """All that was said before: messages are read in turn, and what is refused is answered at once."""
-    front.send(submit(1 << 30, max_tokens=10**6))
-    assert any(one.number == 1 << 30 for one in next(steps_of(front)).rest)
-
-
-def test_a_step_is_one_message_to_a_front_and_fronts_hear_of_their_own_requests_only() -> None:
-    """The engine is stepped by hand."""
-    made = Linked()
-    one, other = made.front(), made.front()
-    for number in range(1, 9):
-        one.send(submit(number, max_tokens=20))
-    other.send(submit(1, "another", max_tokens=6))
-    until(lambda: len(made.engine._inbox) == 9, "the engine has them")
-    sizes = []
-    for _ in range(30):
-        made.engine.step()
-    made.loop.start()
-    while sum(sizes) < 160:
-        step = next(steps_of(one))
-        sizes.append(len(step.plain) // 2 + len(step.rest))
-    assert all(size % 8 == 0 for size in sizes), "steps may be merged, and are never split"
-    assert until_over(other) == (6, FinishReason.LENGTH)
-    made.close()
-
-
 def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,21 +358,6 @@ def test_messages_to_a_front_that_does_not_read_are_bounded(
     until(lambda: linked.detached == [0], "it was cut off")
 
 
-def test_a_front_that_says_nothing_any_more_is_cut_off_and_its_requests_are_cancelled(
-    linked: Linked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stopped process: its socket takes what it is told for minutes. One that has yet to say something is
-    still starting."""
-    stopped, starting = linked.front(), linked.front()
-    stopped.send(submit(1, "stopped", max_tokens=1900))
-    starting.sock.setblocking(False)
-    until(lambda: linked.num_open == 1, "it runs")
-    monkeypatch.setattr(links_module, "SILENT_BEATS", 3)
-    until(lambda: linked.detached == [0], "it was cut off")
-    assert linked.open_then == [0]
-    assert [link.index for link in linked.service._links] == [1]
-
-
 def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,36 +408,6 @@ def test_garbage_cuts_off_the_front_that_says_it_and_no_other(
     assert until_over(good) == (2, FinishReason.LENGTH)
 
 
-def test_what_the_engine_refuses_is_the_requests_only_event(linked: Linked) -> None:
-    wire = linked.front()
-    wire.send(submit(1, max_tokens=10**6))
-    (only,) = next(steps_of(wire)).rest
-    assert (only.number, only.event.finish) == (1, FinishReason.ERROR)
-    assert only.fault is not None and only.fault.kind == "ContextExceeded"
-
-
-def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, go = threading.Event(), threading.Event()
-
-    def slow(tiers: object) -> dict[str, int]:
-        began.set()
-        assert go.wait(DEADLINE_S)
-        return {"device": 0}
-
-    monkeypatch.setattr(linked.engine.kv, "reset", slow)
-    one, other = linked.front(), linked.front()
-    one.send(call(1, "kv.reset", ("device",)))
-    assert began.wait(DEADLINE_S)
-    other.send(call(1, "kv.reset", ("device",)))
-    assert reply_of(other).fault == boundary.SentError(
-        "Overloaded", "a cache reset is in progress", None, 1.0
-    )
-    go.set()
-    assert msgspec.msgpack.decode(reply_of(one).value) == {"device": 0}
-    other.send(call(2, "kv.reset", ("device",)))
-    assert reply_of(other).fault is None  # the first one is over
-
-
 def test_a_call_that_fails_is_answered_with_its_error_and_is_not_in_progress_any_more(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,41 +420,6 @@ def test_a_call_that_fails_is_answered_with_its_error_and_is_not_in_progress_any
         monkeypatch.setattr(linked.engine.kv, name.removeprefix("kv."), fail)
         front.send(call(number, name, *arguments))
         assert reply_of(front).fault == boundary.SentError("StoreFailed", "the disk is gone")
-
-
-def test_a_beat_says_how_the_loop_is(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fronts answer probes by it. The greeting is looked at where a front is made."""
-    monkeypatch.setattr(linked.loop, "beat_age_s", lambda: 42.0)
-    monkeypatch.setattr(linked.loop, "is_warm", False)
-    front = linked.front()
-    beats = (message for message in iter(front.receive, None) if isinstance(message, Beat))
-    assert (42.0, False) in [(beat.age_s, beat.is_warm) for beat in (next(beats), next(beats))]
-    monkeypatch.setattr(linked.loop, "is_warm", True)
-    assert any(next(beats).is_warm for _ in range(3))
-
-
-def test_the_figures_of_all_other_fronts_are_collected_and_those_of_gone_ones_are_kept(
-    linked: Linked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links_module, "ANSWER_S", DEADLINE_S)
-
-    def figures(num: int) -> RequestFigures:
-        return RequestFigures(by_finish=Counter(stop=num))
-
-    asking, other, gone = (linked.front() for _ in range(3))
-    gone.send(Awake(figures=figures(4)))
-    wait_dealt_with(gone)
-    gone.sock.close()
-    until(lambda: linked.detached == [2], "it is gone")
-    asking.send(call(1, "stats"))
-    asking.send(Awake(figures=figures(16)))
-    (_, link) = linked.service._links
-    by_beat = link.num_beats + 1
-    while not (isinstance(message := other.receive(), Beat) and message.number >= by_beat):
-        assert message is not None
-    other.send(Awake(message.number, figures=figures(8)))
-    _, others = msgspec.msgpack.decode(reply_of(asking).value, type=boundary.CALLS["stats"].gives)
-    assert RequestFigures.total(others).by_finish == {"stop": 12}
 
 
 # Holds invariant 20: a call about snapshots can be cancelled while it waits.
@@ -562,23 +441,6 @@ def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_f
     until(lambda: snapshots.figures().waiting == 0, "the second has left with its front")
     assert not busy.done()
     go_on.set()
-
-
-def test_a_prefetch_reaches_the_engine_as_its_front_said_it(
-    linked: Linked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, begun = list[dict[str, object]](), Future[None]()
-    begun.set_result(None)
-
-    def prefetch(prompt: Any, **options: object) -> Future[None]:
-        asked.append({"prompt": prompt.tolist(), **options})
-        return begun
-
-    monkeypatch.setattr(linked.engine.kv, "prefetch", prefetch)
-    front, adapter = linked.front(), Adapter("a", "digest")
-    front.send(call(1, "kv.prefetch", np.arange(3, dtype=np.uint32).tobytes(), "s", "t", adapter))
-    assert reply_of(front).fault is None
-    assert asked == [{"prompt": [0, 1, 2], "session": "s", "cache_salt": "t", "adapter": adapter}]
 
 
 def test_an_adapter_can_be_submitted_to_until_every_front_knows_that_it_is_unloaded(
@@ -632,18 +494,6 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go_and_a_refused_one_is
         assert list(link._kept) == ([number] if is_kept else [])
         wire.send(boundary.LetGo(number))
         until(lambda: not link._kept, "it is let go of")
-
-
-def test_a_grammar_that_its_front_lets_go_of_is_compiled_no_further(
-    linked: Linked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiling = Future[object]()
-    monkeypatch.setattr(linked.engine.grammars, "begin", lambda grammar: compiling)
-    front = linked.front()
-    front.send(call(7, "grammars.begin", Grammar("regex", "[ab]{3}")))
-    front.send(boundary.LetGo(7))
-    front.send(call(9, "kv.reset", ("device",)))
-    assert reply_of(front).call == 9 and compiling.cancelled()
 
 
 # ------------------------------------------------------------------------------------------- the front's side
@@ -718,24 +568,6 @@ def test_an_engine_that_ends_says_something_else_or_has_another_version_is_refus
             engine.sendall(first)
         with pytest.raises((EngineClosed, ProtocolBroken), match=error):
             client_of(front)
-
-
-def test_a_child_of_another_version_says_so_and_ends() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        fd = theirs.fileno()
-        command = [sys.executable, "-m", "penstock.commands.serve", "front", str(os.getpid()), str(fd)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
-            theirs.close()
-            wire: Wire[boundary.ToParent] = Wire(ours, boundary.ToParent)
-            wire.send(
-                boundary.FrontSetup(boundary.VERSION + 1, packed(ServerConfig()), ("info", "text"), 0, 1)
-            )
-            said = wire.receive()
-            assert isinstance(said, boundary.Broken)
-            assert "of the protocol, and this process" in said.fault.message
-            assert child.wait(DEADLINE_S) == 1
 
 
 @pytest.mark.parametrize("end", ["garbage", "half a pair", "second greeting", "hang up", "failed", "bye"])
@@ -844,43 +676,13 @@ def test_a_request_hears_all_of_its_own_events_one_of_them_last_and_is_cancelled
     assert [(one.request_id, one.tokens) for one in events] == [("a", (5,)), ("a", (6,)), ("a", (7,))]
 
 
-def test_what_can_be_wrong_with_a_request_is_said_before_it_is_sent() -> None:
-    """A stream has its status then, and its client is told by an event of it alone."""
-    wrong: tuple[tuple[dict[str, Any], type[Exception], str | None], ...] = (
-        ({"pins": [(5, 3)]}, InvalidRequest, "kv_pin_spans"),
-        ({"pins": [(0, 5)]}, InvalidRequest, "kv_pin_spans"),
-        ({"residency": "scored", "pins": [(0, 230)]}, InvalidRequest, "kv_pin_spans"),
-        ({"max_tokens": 10**6}, InvalidRequest, "max_tokens"),
-    )
-
+def test_a_call_ends_with_its_error_and_an_answer_that_cannot_be_is_one() -> None:
     async def play(client: EngineClient, engine: Wire[FromFront]) -> None:
-        for options, kind, param in wrong:
-            sampling = SamplingParams(max_tokens=options.pop("max_tokens", 4))
-            with pytest.raises(kind) as raised:
-                client.submit(1, Submission([1] * 200, sampling, **options), lambda event: None)
-            assert getattr(raised.value, "param", None) == param and not client.num_open
-        client.submit(1, Submission([1] * 200, FOUR, residency="scored", pins=[(0, 5)]), lambda event: None)
-        assert (await heard(engine)).asked.residency == "scored"
-
-    as_front(play)
-
-
-def test_a_call_says_all_that_it_takes_and_ends_with_its_answer_or_error() -> None:
-    async def play(client: EngineClient, engine: Wire[FromFront]) -> None:
-        full = [1] * client.max_model_len
-        for arguments, sent in (
-            ((None, "s", "t", None), (None, "s", "t", None)),
-            (
-                (full, "", "", Adapter("a", "d")),
-                (np.ones(len(full), np.uint32).tobytes(), "", "", Adapter("a", "d")),
-            ),
-        ):
-            asked = client.prefetch(*arguments)
-            call = await heard(engine)
-            assert boundary.arguments_of(call) == sent
-            engine.send(boundary.Returned(call.number, fault=fault_from(StoreFailed("the disk is gone"))))
-            with pytest.raises(StoreFailed, match="the disk is gone"):
-                await asyncio.wrap_future(asked)
+        asked = client.prefetch([1])
+        fault = fault_from(StoreFailed("the disk is gone"))
+        engine.send(boundary.Returned((await heard(engine)).number, fault=fault))
+        with pytest.raises(StoreFailed, match="the disk is gone"):
+            await asyncio.wrap_future(asked)
         asked = client.call("stats")
         engine.send(boundary.Returned((await heard(engine)).number, msgspec.msgpack.encode("no numbers")))
         with pytest.raises(ProtocolBroken, match="answered what cannot be"):
@@ -973,14 +775,6 @@ def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_ba
     assert one.taken == 2 and another.taken == 0
 
 
-ADD = """
-import sys, time
-from penstock.server import seats
-sleep, seats.LOCK_S = time.sleep, 30.0
-seats.time.sleep = lambda seconds: (print("waits", flush=True), sleep(seconds))
-book = seats.SeatBook(int(sys.argv[1]), 2)
-print(book.try_add(1, seats.GateNumber.GENERATIONS, 1, 3))
-"""
 HOLD = """
 import fcntl, os, signal, sys
 fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX)
@@ -1004,17 +798,6 @@ def seat_process(script: str, fd: int, *arguments: str) -> subprocess.Popen[str]
         stdout=subprocess.PIPE,
         text=True,
     )
-
-
-def test_a_process_that_wants_a_seat_waits_while_another_takes_one() -> None:
-    book = SeatBook.make(2)
-    fcntl.lockf(book.fd, fcntl.LOCK_EX)
-    taker = seat_process(ADD, book.fd)
-    assert taker.stdout is not None and taker.stdout.readline() == "waits\n"
-    book._counts[0, GateNumber.GENERATIONS] = 3
-    fcntl.lockf(book.fd, fcntl.LOCK_UN)
-    assert taker.communicate()[0].splitlines()[-1] == "False"
-    assert book.total(GateNumber.GENERATIONS) == 3
 
 
 def test_a_process_that_stands_still_with_the_lock_stops_no_other() -> None:

@@ -3,139 +3,24 @@ that says it has those tiers, where something must fail, and before a real one w
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
-from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.ssd.directory import DiskIo
-from tests.cpu.server.served import Served, serving, until
+from tests.cpu.server.served import until
 from tests.cpu.server.tiered_server import Tiered, error_of, tiered
 from tests.store_servers import valkey_or_skip
-from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import Valkey
-
-TIERS = ("device", "host", "ssd", "remote")
-ROUTES = (
-    ("device", "host"),
-    ("host", "device"),
-    ("host", "ssd"),
-    ("ssd", "host"),
-    ("host", "remote"),
-    ("remote", "host"),
-)
-
-
-class ColdEngine(ScriptedEngine):
-    """Has the tiers it is told to have, and writes down what is asked of them."""
-
-    def __init__(self, tiers: Sequence[str] = TIERS) -> None:
-        super().__init__()
-        self.asked: list[object] = []
-        self.failure: PenstockError | None = None
-        self._tiers = tuple(tiers)
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        return self._tiers
-
-    def wait_flushed(self, level: str, timeout_s: float) -> None:
-        self.asked.append(level)
-        if self.failure is not None:
-            raise self.failure
-
-    def reset(self, tiers: Sequence[str] = TIERS) -> dict[str, int]:
-        self.asked.append(tuple(tiers))
-        if self.failure is not None:
-            raise self.failure
-        return dict.fromkeys(tiers, 3)
-
-    def stats(self) -> EngineStats:
-        traffic = Traffic(
-            bytes={route: 100 * number for number, route in enumerate(ROUTES, 1)},
-            seconds={("ssd", "host"): Histogram((0.1, 1.0), [2, 1, 0], 0.5)},
-            in_flight=dict.fromkeys(ROUTES[:-1], 0),
-            failures={("ssd", "io"): 4, ("remote", "timeout"): 5},
-            skipped={"full": 1, "queue": 6, "broken": 7},
-            leases_open=0,
-            checksum_failures={"ssd": 8, "remote": 0},
-            usable={"ssd": True, "remote": False},
-        )
-        blocks = {"ssd": {"used": 30, "free": 70}, "remote": {}}
-        plain = super().stats()
-        return dataclasses.replace(plain, traffic=traffic, kv_blocks={**plain.kv_blocks, **blocks})
-
-
-@pytest.fixture
-def cold() -> Iterator[Served]:
-    with serving(ColdEngine()) as running:
-        yield running
-
 
 # ------------------------------------------------------------------------------------------------------ flush
 
 
-@pytest.mark.parametrize("tiers", [("device", "host", "ssd"), ("device", "host", "remote"), TIERS])
-def test_every_level_reaches_the_engine_where_a_tier_lasts(tiers: tuple[str, ...]) -> None:
-    engine, levels = ColdEngine(tiers), ["captured", "visible", "persisted"]
-    with serving(engine) as served:
-        for level in levels:
-            assert served.http.post(f"/cache/flush?level={level}").json() == {"level": level}
-    assert engine.asked == levels
-
-
-@pytest.mark.parametrize("tiers", [("device",), ("device", "host")])
-def test_nothing_is_persisted_where_no_tier_lasts(tiers: tuple[str, ...]) -> None:
-    engine = ColdEngine(tiers)
-    with serving(engine) as served:
-        reply = served.http.post("/cache/flush?level=persisted")
-    assert (reply.status_code, error_of(reply)["param"], error_of(reply)["type"]) == (
-        400,
-        "level",
-        "invalid_request_error",
-    )
-    assert "no tier of this server outlives it" in error_of(reply)["message"]
-    assert engine.asked == []
-
-
-@pytest.mark.parametrize(
-    ("failure", "status", "code", "message"),
-    [
-        (StoreFailed("ssd: 3 blocks were not written"), 503, "tier_failed", "ssd: 3 blocks were not written"),
-        (TransferFailed("2 blocks did not arrive"), 503, "tier_failed", "2 blocks did not arrive"),
-        (DeadlineExceeded("not in time"), 504, "deadline_exceeded", "not in time"),
-        (InvariantBroken("/secret/path"), 500, "internal", "internal error; the server's log says more"),
-    ],
-)
-def test_a_flush_that_failed_says_why_and_the_server_goes_on(
-    cold: Served, failure: PenstockError, status: int, code: str, message: str
-) -> None:
-    cold.engine.failure = failure
-    reply = cold.http.post("/cache/flush?level=persisted")
-    assert (reply.status_code, error_of(reply)["code"], error_of(reply)["message"]) == (status, code, message)
-    cold.engine.failure = None
-    assert cold.http.post("/cache/flush?level=persisted").status_code == 200
-
-
 # ------------------------------------------------------------------------------------------------------ reset
-
-
-@pytest.mark.parametrize(("tier", "asked"), [("ssd", ("ssd",)), ("remote", ("remote",)), ("all", TIERS)])
-def test_a_cold_tier_is_reset_alone_or_with_all(cold: Served, tier: str, asked: tuple[str, ...]) -> None:
-    reply = cold.http.post("/cache/reset", params={"tier": tier})
-    assert reply.json() == {
-        "tier": tier,
-        "evicted_blocks": 3 * len(asked),
-        "by_tier": dict.fromkeys(asked, 3),
-    }
-    assert cold.engine.asked == [asked]
 
 
 # ------------------------------------------------------------------------------------------- with a real disk

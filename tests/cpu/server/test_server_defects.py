@@ -4,7 +4,6 @@ half-way, an adapter that is gone between two looks, a connection that is lost b
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from typing import Any
@@ -14,8 +13,6 @@ import pytest
 from penstock.errors import InvalidRequest, StoreFailed
 from penstock.server.access import AccessLog
 from penstock.server.app import LastResort
-from penstock.server.faults import Hangup
-from penstock.server.generate import while_connected
 from penstock.server.replies import CompletionReply
 from penstock.server.seats import RequestFigures
 from tests.cpu.server.served import Served, completion, service_of, until
@@ -152,55 +149,3 @@ def test_the_deadlines_of_a_connection_end_with_it(served: Served) -> None:
 def until_some(served: Served) -> list[Any]:
     until(lambda: served.server.server_state.connections, "somebody is connected")
     return list(served.server.server_state.connections)
-
-
-def test_a_hang_up_is_told_before_the_work_is_cancelled_and_work_that_ends_is_not() -> None:
-    """Whatever the client sends besides is passed over until it is gone."""
-    told: list[str] = []
-
-    async def go(messages: list[str], work_ends: bool) -> None:
-        coming = iter(messages)
-        never = asyncio.Event()
-
-        async def receive() -> Any:
-            if (kind := next(coming, None)) is None:
-                await never.wait()
-            return {"type": kind}
-
-        async def work() -> None:
-            try:
-                await (asyncio.sleep(0) if work_ends else never.wait())
-                told.append("worked")
-            except asyncio.CancelledError:
-                told.append("cancelled")
-                raise
-
-        with contextlib.suppress(Hangup):
-            await while_connected(receive, lambda: told.append("hung up"), work)
-
-    asyncio.run(go(["http.request", "http.request", "http.disconnect"], work_ends=False))
-    assert told == ["hung up", "cancelled"]
-    told.clear()
-    asyncio.run(go([], work_ends=True))
-    assert told == ["worked"]
-
-
-def test_every_answer_names_its_request_in_its_header_and_in_its_body(served: Served) -> None:
-    """By that an operator finds what a client speaks of."""
-    messages = [{"role": "user", "content": "x"}]
-    seen = set()
-    for path, prefix, body in (
-        ("/v1/completions", "cmpl-", completion(max_tokens=2)),
-        ("/v1/chat/completions", "chatcmpl-", {"model": "scripted", "messages": messages, "max_tokens": 2}),
-    ):
-        whole = served.http.post(path, json=body)
-        streamed = served.http.post(path, json={**body, "stream": True})
-        ids = {event["id"] for event in events_of(streamed.text)}
-        assert whole.json()["id"] == prefix + whole.headers["x-request-id"]
-        assert ids == {prefix + streamed.headers["x-request-id"]}
-        assert (
-            streamed.headers["content-type"].startswith("text/event-stream")
-            and streamed.headers["cache-control"] == "no-cache"
-        )
-        seen |= {whole.headers["x-request-id"], streamed.headers["x-request-id"]}
-    assert len(seen) == 4

@@ -16,37 +16,8 @@ from penstock.errors import ModelError
 from penstock.flags import config_of
 from penstock.models.loader import inspect_model, read_sampling
 from penstock.testing.tiny_models import write_tiny_model
-from tests.cpu.server.served import MODEL, Served
 
 STATED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("completions", {"prompt": "hi"}),
-        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
-    ],
-)
-def test_a_request_gets_what_the_model_states_where_it_says_nothing_itself(
-    served: Served, path: str, asked: dict[str, Any]
-) -> None:
-    served.service.engine.facts.sampling = dict(STATED)
-    given = {"temperature": 0.0, "top_k": -1}
-    for own in ({}, given):
-        reply = served.http.post(f"/v1/{path}", json={"model": MODEL, "max_tokens": 1, **asked, **own})
-        assert reply.status_code == 200, reply.text
-        sampling = served.engine.submitted[-1][1]
-        assert {name: getattr(sampling, name) for name in STATED} == {**STATED, **own}
-        assert sampling.presence_penalty == 0.0
-
-
-def test_a_null_counts_as_left_out(served: Served) -> None:
-    served.service.engine.facts.sampling = dict(STATED)
-    served.http.post(
-        "/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 1, "temperature": None}
-    )
-    assert served.engine.submitted[-1][1].temperature == 0.6
 
 
 def stating(folder: Path, **fields: Any) -> Path:

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from penstock.server import ignored, messages, responses, schema
+from tests.cpu.server.apis import KNOWS_TOOLS, RESPONSES, Speaking, events_of
 from tests.cpu.server.served import MODEL, Served, serving
-from tests.cpu.server.test_server_tools import KNOWS_TOOLS, saying
 
 HEADER = "x-penstock-ignored"
 ASK = "How warm is it?"
@@ -102,14 +102,6 @@ REFUSED: dict[str, list[Any]] = {
 SAMPLES: tuple[Any, ...] = ("x", True, 7, {"a": {"b": [1]}}, [], ["x"], [{"type": "x"}])
 
 
-def rows() -> list[Any]:
-    return [
-        pytest.param(api, row, id=f"{api}-{row.path}")
-        for api in PATHS
-        for row in ignored.rows_of(api).values()
-    ]
-
-
 def places(value: Any, steps: list[str]) -> Iterator[dict[str, Any]]:
     """Objects that the field may be put into."""
     if not steps:
@@ -140,17 +132,22 @@ def examples(row: ignored.IgnoredField, table: dict[str, list[Any]]) -> list[Any
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with serving(saying("Warm.", KNOWS_TOOLS)) as running:
+    with serving(Speaking("Warm.", KNOWS_TOOLS)) as running:
         yield running
 
 
-@pytest.mark.parametrize(("api", "row"), rows())
+@pytest.mark.parametrize("api", PATHS)
 def test_a_field_of_the_table_is_named_and_changes_nothing_or_is_refused_with_the_reason(
-    shared: Served, api: str, row: ignored.IgnoredField
+    shared: Served, api: str
 ) -> None:
     plain = ask(shared, api, BODIES[api])
     prompt = bytes(shared.engine.submitted[-1][0])
     assert plain.status_code == 200 and HEADER not in plain.headers, plain.text
+    for row in ignored.rows_of(api).values():
+        check_field(shared, api, row, prompt)
+
+
+def check_field(shared: Served, api: str, row: ignored.IgnoredField, prompt: bytes) -> None:
     taken = [value for value in examples(row, TAKEN) if row.refusal(value) is None]
     assert taken or row.meaning == "change"
     for value in taken:
@@ -195,23 +192,6 @@ def test_no_field_is_both_in_the_table_and_in_the_type(api: str) -> None:
         assert row.name not in fields_at(KINDS[api], path.replace("[]", ".[]").split(".")[:-1]), path
 
 
-def test_what_would_change_the_answer_is_refused_though_agents_send_its_relatives(shared: Served) -> None:
-    for api, name, values in (
-        ("messages", "context_management", REFUSED["context_management"]),
-        ("responses", "include", REFUSED["include"]),
-    ):
-        for value in values:
-            reply = ask(shared, api, BODIES[api], **{name: value})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), reply.text
-
-
-@pytest.mark.parametrize("api", PATHS)
-def test_a_field_that_is_not_known_at_all_is_refused_by_name(shared: Served, api: str) -> None:
-    for body in (BODIES[api], {**BODIES[api], "client_metadata": {"a": "b"}}):
-        reply = ask(shared, api, body, temperatur=0)
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "temperatur"), reply.text
-
-
 def test_streams_and_refusals_have_the_header_too(shared: Served) -> None:
     assert ask(shared, "chat", BODIES["chat"], user="u", stream=True).headers[HEADER] == "user"
     refused = ask(shared, "messages", BODIES["messages"], metadata={}, temperature=-1)
@@ -253,7 +233,9 @@ FORCING = {
 
 
 @pytest.mark.parametrize("api", HOSTED)
-def test_tools_that_cannot_be_run_are_left_out_where_others_remain(shared: Served, api: str) -> None:
+def test_tools_that_cannot_be_run_are_left_out_where_others_remain_and_refused_otherwise(
+    shared: Served, api: str
+) -> None:
     ask(shared, api, BODIES[api])
     prompt = bytes(shared.engine.submitted[-1][0])
     tools = [*HOSTED[api], *BODIES[api]["tools"]]
@@ -261,19 +243,10 @@ def test_tools_that_cannot_be_run_are_left_out_where_others_remain(shared: Serve
     assert reply.status_code == 200, reply.text
     assert reply.headers[HEADER] == ", ".join(f"tools[{tool['type']}]" for tool in HOSTED[api])
     assert bytes(shared.engine.submitted[-1][0]) == prompt  # the model is told of the others
-
-
-@pytest.mark.parametrize("api", HOSTED)
-def test_tools_that_cannot_be_run_are_refused_alone_and_where_they_are_forced(
-    shared: Served, api: str
-) -> None:
-    for tool in HOSTED[api]:
-        alone = ask(shared, api, BODIES[api], tools=[tool]).json()["error"]
-        assert alone["param"] == "tools[0].type" and "runs no tools itself" in alone["message"]
-    forced = ask(
-        shared, api, BODIES[api], tools=[*HOSTED[api], *BODIES[api]["tools"]], tool_choice=FORCING[api]
-    ).json()["error"]
-    assert forced["param"] == "tool_choice" and "runs no tools itself" in forced["message"]
+    refused = [({"tools": [tool]}, "tools[0].type") for tool in HOSTED[api]]
+    for fields, param in (*refused, ({"tools": tools, "tool_choice": FORCING[api]}, "tool_choice")):
+        error = ask(shared, api, BODIES[api], **fields).json()["error"]
+        assert error["param"] == param and "runs no tools itself" in error["message"]
     none = {"type": "none"} if api == "messages" else "none"
     assert ask(shared, api, BODIES[api], tools=HOSTED[api], tool_choice=none).status_code == 200
 
@@ -288,28 +261,16 @@ def test_servers_of_tools_are_left_out_where_other_tools_remain(shared: Served) 
 
 def test_functions_of_a_namespace_are_called_by_both_names_whole_and_streamed() -> None:
     call = '<tool_call>\n{"name": "space__g", "arguments": {"a": 1}}\n</tool_call>'
-    with serving(saying(call, KNOWS_TOOLS)) as served:
-        body = {
-            **BODIES["responses"],
-            "max_output_tokens": 200,
-            "tools": [TOOL, {**SPACE, "tools": [*SPACE["tools"], HOSTED["responses"][2]]}],
-        }
+    model = Speaking(call, KNOWS_TOOLS)
+    with serving(model) as served:
+        space = {**SPACE, "tools": [*SPACE["tools"], HOSTED["responses"][2]]}
+        body = {**BODIES["responses"], "max_output_tokens": 200, "tools": [TOOL, space]}
         reply = ask(served, "responses", body)
-        (item,) = [item for item in reply.json()["output"] if item["type"] == "function_call"]
-        assert (item["namespace"], item["name"], item["arguments"]) == ("space", "g", '{"a": 1}')
-        assert reply.headers[HEADER] == "tools[custom]"
-        assert "space__g" in bytes(served.engine.submitted[-1][0]).decode()
-        streamed = ask(served, "responses", body, stream=True).text
-        done = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: ")]
-        items = [event["item"] for event in done if event["type"] == "response.output_item.done"]
-        assert [(one["namespace"], one["name"]) for one in items if one["type"] == "function_call"] == [
-            ("space", "g")
-        ]
-        turns = [
-            *body["input"],
-            item,
-            {"type": "function_call_output", "call_id": item["call_id"], "output": "7"},
-        ]
-        assert ask(served, "responses", body, input=turns).status_code == 200
-        # as a tool, and as what was called
-        assert bytes(served.engine.submitted[-1][0]).decode().count("space__g") >= 2
+        assert reply.headers[HEADER] == "tools[custom]" and "space__g" in model.prompt
+        streamed = RESPONSES.joined(events_of(ask(served, "responses", body, stream=True).text))
+        for answer in (reply.json(), streamed):
+            (item,) = [item for item in answer["output"] if item["type"] == "function_call"]
+            assert (item["namespace"], item["name"], item["arguments"]) == ("space", "g", '{"a": 1}')
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "7"}
+        assert ask(served, "responses", body, input=[*body["input"], item, result]).status_code == 200
+        assert model.prompt.count("space__g") >= 2  # as a tool, and as what was called

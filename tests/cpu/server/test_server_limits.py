@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from starlette.types import Message
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
-from penstock.server.connection import FREE_PIECES, MIN_TAKEN, Connection, read_body
+from penstock.server.connection import FREE_PIECES, read_body
 from penstock.server.faults import MAX_SHOWN, Refused, fault_of
 from penstock.server.replies import CompletionReply
 from penstock.server.run import server_here
-from tests.cpu.server.served import MODEL, Served, completion, read_until, serving, until
+from tests.cpu.server.served import MODEL, Served, completion, read_until, serving
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -177,67 +176,7 @@ def test_scores_of_a_long_prompt_are_written_off_the_event_loop(
 # ------------------------------------------------------------------------------------------------------- keys
 
 
-KEY = "right"
-
-
-@pytest.mark.parametrize("shown", [(KEY, "wrong"), ("wrong", KEY), (KEY, KEY)])
-def test_of_two_keys_none_counts(shown: tuple[str, str]) -> None:
-    """A proxy that checks the first and a server that checks the last would let anybody in."""
-    with serving(api_key=KEY) as served:
-        several = [("authorization", f"Bearer {key}") for key in shown]
-        assert served.http.get("/v1/models", headers=several).status_code == 401
-        assert served.http.get("/v1/models", headers=several[:1]).status_code == (
-            200 if shown[0] == KEY else 401
-        )
-
-
 # ---------------------------------------------------------------------------------------------------- readers
-
-
-class _Transport:
-    """Holds `num_left` bytes that its client has not taken."""
-
-    def __init__(self, num_left: int) -> None:
-        self.num_left = num_left
-        self.aborted = False
-        self._socket = socket.socket()
-
-    def get_write_buffer_size(self) -> int:
-        return self.num_left
-
-    def get_extra_info(self, name: str) -> socket.socket:
-        return self._socket
-
-    def abort(self) -> None:
-        self.aborted = True
-        self._socket.close()
-
-
-class _Timers:
-    """An event loop whose timers go off when a test says so."""
-
-    def __init__(self) -> None:
-        self.pending: list[Callable[[], None]] = []
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.pending.append(call)
-
-    def time_passes(self) -> None:
-        due, self.pending = self.pending, []
-        for call in due:
-            call()
-
-
-def test_what_was_taken_before_does_not_count_again() -> None:
-    connection = Connection.__new__(Connection)
-    connection.transport, connection.loop = transport, timers = _Transport(10 * MIN_TAKEN), _Timers()  # type: ignore[assignment]
-    connection._watch_writing()
-    for _ in range(3):
-        transport.num_left -= MIN_TAKEN
-        timers.time_passes()
-        assert not transport.aborted
-    timers.time_passes()
-    assert transport.aborted and not timers.pending
 
 
 # ---------------------------------------------------------------------------- a connection that is used again
@@ -252,30 +191,6 @@ def test_each_body_of_a_connection_has_its_own_pieces(served: Served) -> None:
         for _ in range(3):
             connection.sendall(head + crumbs)
             assert read_until(connection, b'"max_model_len"').startswith(b"HTTP/1.1 200")
-
-
-def test_a_reply_that_was_taken_leaves_no_deadline_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that goes on would look at the next reply as if it had been slow all along."""
-    timers: list[asyncio.TimerHandle | None] = []
-    watch = Connection._watch_writing
-
-    def watched(self: Connection) -> None:
-        watch(self)
-        timers.append(self._write_timer)
-
-    monkeypatch.setattr(Connection, "_watch_writing", watched)
-    with serving(ScriptedEngine(max_model_len=10_000_000)) as served:
-        # more than all socket buffers on the way hold
-        body = completion("x" * 200_000, echo=True, n=32, max_tokens=1)
-        with served.send("/v1/completions", body) as connection:
-            until(lambda: timers, "the reply waits for its reader")
-            end = b""
-            while b'"total_tokens"' not in end:
-                end = end[-100:] + connection.recv(1 << 20)
-            # its answer comes behind all that the first one left
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            read_until(connection, b"ready")
-            assert all(timer is not None and timer.cancelled() for timer in timers)
 
 
 # ----------------------------------------------------------------------------------------------------- bodies
@@ -311,12 +226,3 @@ def test_a_body_has_one_deadline_however_many_pieces_it_comes_in() -> None:
         loop.close()
     assert refusal.value.status == 408
     assert num_pieces == 3
-
-
-@pytest.mark.parametrize("coding", ["identity", "Identity", "IDENTITY"])
-def test_a_body_that_is_said_not_to_be_compressed_is_taken(served: Served, coding: str) -> None:
-    """Names of codings have no case in HTTP."""
-    answer = served.http.post(
-        "/v1/completions", json=completion(max_tokens=1), headers={"content-encoding": coding}
-    )
-    assert answer.status_code == 200

@@ -12,18 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import ServerConfig
-from penstock.contract import FinishReason, SamplingParams, Submission
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server import service as service_module
 from penstock.server.run import server_here
-from penstock.server.service import BEAT_LIMIT_S
 from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, service_of, serving, until
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
@@ -53,22 +50,6 @@ def test_prompt_and_generated_tokens_are_conserved_between_usage_and_metrics(ser
     assert by_source["device"] == cached == 64
     assert seen["penstock_generated_tokens_total", ()] == generated == 11
     assert seen["penstock_steps_total", ()] >= 11
-
-
-def test_metrics_show_states_blocks_and_cumulative_histograms(served: Served) -> None:
-    served.engine.hold()
-    connection = served.send("/v1/completions", completion("x" * 33))
-    until(lambda: served.engine.num_open == 1, "the engine has the request")
-    seen = scrape(served)
-    assert seen["penstock_requests", (("state", "waiting"),)] == 1
-    assert seen["penstock_kv_blocks", (("state", "active"), ("tier", "device"))] == 3
-    assert seen["penstock_engine_blocked_seconds_total", (("where", "result"),)] == 0.5
-    assert seen["penstock_retractions_total", ()] == 0
-    buckets = [value for (name, _), value in seen.items() if name == "penstock_ttft_seconds_bucket"]
-    assert buckets == sorted(buckets)
-    assert buckets[-1] == seen["penstock_ttft_seconds_count", ()] == 13
-    assert seen["penstock_ttft_seconds_sum", ()] == 42.0
-    connection.close()
 
 
 def test_a_live_loop_is_ready_and_a_silent_one_is_not(served: Served) -> None:
@@ -152,33 +133,6 @@ def test_a_large_prompt_is_tokenised_off_the_event_loop(
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         connection.close()
     assert len(served.engine.submitted) == 3
-
-
-def test_the_cache_can_be_reset_and_looked_at(served: Served) -> None:
-    client = served.client()
-    for _ in range(2):
-        last = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1)
-    assert last.usage.prompt_tokens_details.cached_tokens == 32
-    assert served.http.post("/cache/reset?tier=device").json() == {
-        "tier": "device",
-        "evicted_blocks": 2,
-        "by_tier": {"device": 2},
-    }
-    assert served.http.post("/cache/reset").json() == {
-        "tier": "all",
-        "evicted_blocks": 0,
-        "by_tier": {"device": 0},
-    }
-    assert (
-        client.completions.create(
-            model=MODEL, prompt="p" * 40, max_tokens=1
-        ).usage.prompt_tokens_details.cached_tokens
-        == 0
-    )
-    stats = served.http.get("/cache/stats").json()
-    assert stats["prompt_tokens"] == {"device": 32, "host": 0, "ssd": 0, "remote": 0, "computed": 88}
-    device = stats["kv_blocks"]["device"]
-    assert device["total"] == device["free"] + device["active"]
 
 
 # --------------------------------------------------------------------------------------------------- shutdown
@@ -314,82 +268,6 @@ def loop() -> ScriptedLoop:
     return ScriptedLoop(ScriptedEngine())
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_loop_has_all_the_time_of_its_requests_and_is_left_behind_after_it(
-    loop: ScriptedLoop, ends: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now_s, gate = 1000.0, threading.Event()
-    monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(loop, "close", lambda deadline_s: gate.wait())
-
-    async def stopping() -> None:
-        nonlocal now_s
-        service = service_of(loop, shutdown_s=100.0)
-        service.start()
-        service.stop()
-        now_s += 100.0 if ends else 1000.0
-        waiting = asyncio.create_task(service.wait_stopped())
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert waiting.done() is not ends
-        gate.set()
-        await waiting
-
-    asyncio.run(stopping())
-    wrong = [record.message for record in caplog.records]
-    assert wrong == ([] if ends else ["the engine loop did not close in time"])
-    loop._stop.set()
-
-
-def test_a_loop_that_closes_with_an_error_says_so_in_the_log_and_readers_are_told_the_end(
-    loop: ScriptedLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def close(deadline_s: float) -> None:
-        raise ZeroDivisionError("out of order")
-
-    monkeypatch.setattr(loop, "close", close)
-
-    async def stopping() -> None:
-        service = service_of(loop)
-        service.start()
-        await service.wait_stopped()
-
-    asyncio.run(stopping())
-    (record,) = [record for record in caplog.records if record.name == "penstock.server"]
-    assert record.levelname == "ERROR" and "closed with an error" in record.message
-    assert record.exc_info is not None and isinstance(record.exc_info[1], ZeroDivisionError)
-    loop._stop.set()
-
-
-def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(loop: ScriptedLoop) -> None:
-    """Else the engine's loop would let requests that nobody reads run for all the time that a stop leaves
-    them."""
-    engine = loop.engine
-    engine.hold()
-
-    async def giving_up() -> None:
-        service = service_of(loop)
-        service.start()
-        with service.open_reading() as one, service.open_reading() as other:
-            other.seats.widen(2)
-            for reading, index in ((one, 0), (other, 0), (other, 1)):
-                reading.submit(index, Submission([1, 2, 3], SamplingParams(max_tokens=4)))
-            while engine.num_open < 3:
-                await asyncio.sleep(0.001)
-            service.engine.give_up()
-            for reading, num in ((one, 1), (other, 2)):
-                events = await reading.next_events()
-                assert [[event.finish for event in events[index]] for index in range(num)] == [
-                    [FinishReason.ERROR]
-                ] * num
-        assert service.generations.taken == 0
-        while engine.num_open:
-            await asyncio.sleep(0.001)
-        await service.wait_stopped()
-
-    asyncio.run(giving_up())
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "answer"),
     [("kv.reset", (("device",),), {"device": 3}), ("kv.wait_flushed", ("visible", 1.0), None)],
@@ -426,15 +304,3 @@ def test_an_operator_is_answered_though_the_engine_does_not_come_round(
         await service.wait_stopped()
 
     asyncio.run(asking())
-
-
-def test_a_loop_is_in_trouble_when_it_has_failed_or_is_silent_for_longer_than_it_may(
-    loop: ScriptedLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = service_of(loop)
-    for age_s, is_alive in ((0.0, True), (BEAT_LIMIT_S, True), (BEAT_LIMIT_S + 0.1, False)):
-        monkeypatch.setattr(service.engine, "beat_age_s", lambda age_s=age_s: age_s)
-        assert (service.trouble() is None) == is_alive
-    monkeypatch.undo()
-    service.engine.error = EngineClosed("no")
-    assert service.trouble() == "the engine loop has failed"

@@ -28,8 +28,8 @@ from penstock.server import boundary, links, supervise
 from penstock.server.boundary import FromEngine, FromParent, ToParent, Wire
 from penstock.server.links import EngineProcess
 from penstock.server.run import FrontServer, run_front
-from penstock.server.seats import GateNumber, SeatBook
-from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
+from penstock.server.seats import SeatBook
+from penstock.server.supervise import MOST_RESTARTS, RESTARTS_S, Supervisor
 from tests.cpu.server.served import DEADLINE_S, until
 from tests.support.driving import tiny_config
 
@@ -200,24 +200,6 @@ def test_a_front_is_started_again_whichever_of_its_ends_is_seen_first(parent: Pa
         parent.run(play)
 
 
-def test_a_front_that_talks_nonsense_is_ended_and_started_again(
-    parent: Parent, caplog: pytest.LogCaptureFixture
-) -> None:
-    def play(parent: Parent) -> None:
-        engine, front = parent.engine(), parent.front()
-        parent.wait_announced()
-        process = parent.supervisor._fronts[0].process
-        front.wire.sock.sendall(b"\xff" * 8)
-        until(lambda: process.poll() is not None, "it is ended", PLAY_S)
-        engine.wire.send(boundary.Detached(0))
-        parent.front()
-        engine.wire.send(ENOUGH)
-
-    with pytest.raises(PenstockError, match="enough"):
-        parent.run(play)
-    assert "a front process was ended by signal SIGKILL" in caplog.text
-
-
 def test_a_front_that_ends_before_it_is_ready_is_the_end_of_the_start(parent: Parent) -> None:
     def play(parent: Parent) -> None:
         parent.engine()
@@ -245,90 +227,6 @@ def test_the_first_signal_waits_for_requests_the_second_does_not_and_the_third_k
         until(lambda: process.poll() is not None, "it is killed", PLAY_S)
 
     with pytest.raises(PenstockError, match="not everything ended in time; what was left was killed"):
-        parent.run(play)
-
-
-def test_a_signal_that_comes_while_another_is_obeyed_counts(
-    parent: Parent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a user who presses Ctrl-C twice."""
-    listener, signals = parent.supervisor.listener, iter([signal.SIGINT])
-
-    def close() -> None:
-        for number in signals:
-            os.kill(os.getpid(), number)
-        listener.close()
-
-    def play(parent: Parent) -> None:
-        engine = parent.engine()
-        parent.front()
-        parent.wait_announced()
-        monkeypatch.setattr(parent.supervisor, "listener", SimpleNamespace(close=close))
-        os.kill(os.getpid(), signal.SIGINT)
-        for now in (False, True):
-            assert engine.hear(boundary.Stop) == boundary.Stop(now)
-
-    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
-        parent.run(play)
-
-
-def test_what_ends_badly_while_the_server_ends_is_an_error_of_the_server(parent: Parent) -> None:
-    def play(parent: Parent) -> None:
-        engine = parent.engine()
-        parent.front()
-        parent.wait_announced()
-        os.kill(os.getpid(), signal.SIGTERM)
-        engine.hear(boundary.Stop)
-
-    with pytest.raises(PenstockError, match="the engine process was ended by signal SIGKILL"):
-        parent.run(play)
-
-
-def test_no_front_is_started_again_while_the_server_ends(parent: Parent) -> None:
-    def play(parent: Parent) -> None:
-        engine, front = parent.engine(), parent.front()
-        parent.wait_announced()
-        os.kill(os.getpid(), signal.SIGTERM)
-        engine.hear(boundary.Stop)
-        parent.kill_front(front)
-        engine.wire.send(boundary.Detached(0))
-        until(
-            lambda: parent.supervisor._detached or len(parent.commands) > 2,
-            "the parent has read that",
-            PLAY_S,
-        )
-
-    with pytest.raises(PenstockError, match="process was ended by signal SIGKILL"):
-        parent.run(play)
-    assert parent.commands == ["engine", "front"]
-
-
-def test_fronts_of_an_engine_that_is_gone_have_a_moment_to_say_so(parent: Parent) -> None:
-    """They are told to end when it is over."""
-
-    def play(parent: Parent) -> None:
-        engine, front = parent.engine(), parent.front()
-        parent.wait_announced()
-        parent.supervisor._engine.process.kill()
-        engine.wire.sock.close()
-        until(lambda: parent.supervisor._stopping, "the parent knows", PLAY_S)
-        child, gone_s = parent.supervisor._fronts[0], parent.now_s
-        for now_s in (gone_s + 0.9 * LINGER_S, gone_s + LINGER_S):
-            front.wire.sock.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                front.wire.receive()
-            front.wire.sock.settimeout(PLAY_S)
-            parent.now_s = now_s
-            for _ in range(2):  # what the first is for has happened when the second is read
-                child.ready = False
-                front.wire.send(boundary.Ready())
-                until(lambda: child.ready, "the parent comes round", PLAY_S)
-        front.hear(boundary.Stop)
-
-    with pytest.raises(
-        PenstockError,
-        match="the engine process was ended by signal SIGKILL; its open requests have ended with an error",
-    ):
         parent.run(play)
 
 
@@ -460,21 +358,6 @@ def test_when_the_loop_fails_the_front_and_the_parent_are_told_why(
     assert boundary.Bye(why) in child.told()
 
 
-def test_an_engine_that_fails_while_it_closes_ends_with_an_error(
-    child: EngineChild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(timeout_s: float) -> None:
-        raise RuntimeError("no such tier")
-
-    monkeypatch.setattr(child.engine, "close", fail)
-    child.parent.send(boundary.Stop())
-    assert child.code() == 1
-    broken = child.parent.receive()
-    assert isinstance(broken, boundary.Broken) and broken.fault.message == (
-        "the engine has failed: RuntimeError: no such tier"
-    )
-
-
 # ---------------------------------------------------------------------------------------------------- a front
 
 
@@ -550,26 +433,25 @@ def test_a_front_that_is_out_of_files_leaves_its_listener_alone_for_a_while(
     assert full.num_tried == 1 and "a connection could not be taken" in caplog.text
 
 
-def test_connections_are_counted_while_they_are_open(front: FrontServer) -> None:
-    """Fronts share new ones by these numbers."""
-    front.config.load()
-    front.lifespan = front.config.lifespan_class(front.config)
+def test_a_signal_that_comes_while_another_is_obeyed_counts(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a user who presses Ctrl-C twice."""
+    listener, signals = parent.supervisor.listener, iter([signal.SIGINT])
 
-    def num_counted() -> int:
-        front._note_connections()
-        return front.service.book.total(GateNumber.CONNECTIONS)
+    def close() -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+        listener.close()
 
-    async def run() -> None:
-        front._listen()
-        for _ in range(3):
-            with socket.create_connection(front._listener.getsockname()):
-                while not front.server_state.connections:
-                    await asyncio.sleep(0)
-                await turns()
-                assert num_counted() == 1
-            while front.server_state.connections:
-                await asyncio.sleep(0)
-            await turns()
-            assert num_counted() == 0
+    def play(parent: Parent) -> None:
+        engine = parent.engine()
+        parent.front()
+        parent.wait_announced()
+        monkeypatch.setattr(parent.supervisor, "listener", SimpleNamespace(close=close))
+        os.kill(os.getpid(), signal.SIGINT)
+        for now in (False, True):
+            assert engine.hear(boundary.Stop) == boundary.Stop(now)
 
-    asyncio.run(run())
+    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
+        parent.run(play)

@@ -50,19 +50,6 @@ def test_a_chat_answer_is_a_text_of_its_own_whole_and_streamed(saying: Served) -
     assert "".join(pieces) == ANSWER and not any("\ufffd" in piece for piece in pieces)
 
 
-def test_the_bytes_of_a_chats_scored_tokens_in_a_row_are_its_text(saying: Served) -> None:
-    reply = saying.client().chat.completions.create(
-        model=MODEL, messages=messages(), max_tokens=100, logprobs=True, top_logprobs=2
-    )
-    scored = reply.choices[0].logprobs.content
-    assert bytes(byte for token in scored for byte in token.bytes).decode() == ANSWER
-    assert scored[0].token == "the" and scored[1].token == " blocks"
-    assert all(
-        any(top.token == token.token and top.bytes == token.bytes for top in token.top_logprobs)
-        for token in scored
-    )
-
-
 def test_a_blank_that_a_grammar_asks_for_is_part_of_the_answer(saying: Served) -> None:
     """The engine here says what it says without a grammar, and a grammar that reads its tokens finds the
     blank."""

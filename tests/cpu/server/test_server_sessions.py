@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import CacheHint, Prefetched, Weight
+from penstock.contract import CacheHint, Prefetched
 from penstock.server.service import PATIENCE
-from tests.cpu.server.served import MODEL, Served, completion, until
+from tests.cpu.server.served import MODEL, Served, until
 from tests.cpu.server.tiered_server import PROMPT, Tiered, error_of, tiered
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
@@ -34,14 +34,6 @@ def sessions(server: Tiered | Served) -> dict[str, int]:
 # ----------------------------------------------------------------------------------------------------- fields
 
 
-def test_what_a_client_says_reaches_the_engine_from_both_routes(served: Served) -> None:
-    hint = {"retain_s": 60, "priority": "high"}
-    fields = {"priority": -5, "session_id": "agent", "cache_hint": hint}
-    assert served.http.post("/v1/completions", json=completion(max_tokens=1, **fields)).status_code == 200
-    assert served.http.post("/v1/chat/completions", json={**CHAT, **fields}).status_code == 200
-    assert served.engine.hinted == [(-5, "agent", CacheHint(60.0, Weight.HIGH, False))] * 2
-
-
 def test_prompt_cache_key_names_a_session_unless_session_id_does(served: Served) -> None:
     client = served.client()
     client.completions.create(
@@ -52,54 +44,6 @@ def test_prompt_cache_key_names_a_session_unless_session_id_does(served: Served)
     )
     client.chat.completions.create(**CHAT, prompt_cache_key="k", extra_body={"session_id": "s"})
     assert served.engine.hinted == [(0, "k", CacheHint(release=True)), (0, "s", None)]
-
-
-WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "priority as text": ({"priority": "high"}, "priority", "`str`"),
-    "a fractional priority": ({"priority": 1.5}, "priority", "`float`"),
-    "too low a priority": ({"priority": -(2**31) - 1}, "priority", ">= -2147483648"),
-    "too high a priority": ({"priority": 2**31}, "priority", "<= 2147483647"),
-    "a session without a name": ({"session_id": ""}, "session_id", "length >= 1"),
-    "too long a name": ({"session_id": "s" * 1025}, "session_id", "length <= 1024"),
-    "a number for a name": ({"session_id": 5}, "session_id", "`int`"),
-    "too long a key": ({"prompt_cache_key": "s" * 1025}, "prompt_cache_key", "length <= 1024"),
-    "a hint about nothing": ({"cache_hint": {}}, "cache_hint", "session_id or prompt_cache_key"),
-    "a hint that is none": ({"session_id": "s", "cache_hint": "keep"}, "cache_hint", "`str`"),
-    "an unknown hint": ({"session_id": "s", "cache_hint": {"retain": 5}}, "cache_hint.retain", "not a field"),
-    "negative time": ({"session_id": "s", "cache_hint": {"retain_s": -1}}, "cache_hint.retain_s", ">= 0"),
-    "more than a day": (
-        {"session_id": "s", "cache_hint": {"retain_s": 86_401}},
-        "cache_hint.retain_s",
-        "<= 86400",
-    ),
-    "an unknown weight": (
-        {"session_id": "s", "cache_hint": {"priority": "highest"}},
-        "cache_hint.priority",
-        "highest",
-    ),
-    "a number for release": (
-        {"session_id": "s", "cache_hint": {"release": 1}},
-        "cache_hint.release",
-        "`int`",
-    ),
-    "both at once": (
-        {"session_id": "s", "cache_hint": {"release": True, "retain_s": 5}},
-        "cache_hint",
-        "give one of them",
-    ),
-}
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_hints_are_refused_by_name(served: Served, name: str, path: str) -> None:
-    fields, param, words = WRONG[name]
-    reply = served.http.post(path, json={**(CHAT if "chat" in path else completion()), **fields})
-    assert reply.status_code == 400
-    found = error_of(reply)
-    assert found["param"] == param
-    assert words in found["message"]
-    assert not served.engine.submitted
 
 
 # ----------------------------------------------------------------------------------------------- what is kept
@@ -140,19 +84,6 @@ def test_a_retained_session_shows_in_the_figures_until_it_is_given_up(server: Ti
     wait_figures(server, known=2, retained=1, retained_blocks=4)
 
 
-def test_names_of_tenants_and_sessions_show_nowhere(server: Tiered) -> None:
-    server.ask(
-        extra_body={
-            "ignore_eos": True,
-            "session_id": "hush-hush",
-            "cache_salt": "hush-salt",
-            "cache_hint": {"retain_s": 60},
-        }
-    )
-    wait_figures(server, retained=1)
-    assert "hush" not in server.http.get("/cache/stats").text + server.http.get("/metrics").text
-
-
 def test_a_released_session_is_gone_from_device_and_host(server: Tiered) -> None:
     session = {"ignore_eos": True, "session_id": "agent"}
     server.ask(extra_body=session)
@@ -168,46 +99,12 @@ def test_a_released_session_is_gone_from_device_and_host(server: Tiered) -> None
 # --------------------------------------------------------------------------------------------------- prefetch
 
 
-def test_a_prefetch_of_a_prompt_a_chat_and_a_session_finds_nothing_colder_where_there_is_no_colder_tier(
-    server: Tiered,
-) -> None:
-    server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
-    for body in (
-        {"prompt": PROMPT},
-        {"prompt": "a text"},
-        {"session_id": "agent"},
-        {"prompt": PROMPT, "model": "tiny-qwen3"},
-    ):
-        reply = server.http.post("/cache/prefetch", json=body)
-        assert (reply.status_code, reply.json()) == (200, {"blocks": 0, "started": False})
-
-
 @pytest.mark.parametrize("body", [{"session_id": "other"}, {"session_id": "agent", "cache_salt": "other"}])
 def test_a_session_that_nobody_knows_is_a_404(server: Tiered, body: dict[str, str]) -> None:
     server.ask(extra_body={"ignore_eos": True, "session_id": "agent", "cache_salt": "mine"})
     reply = server.http.post("/cache/prefetch", json=body)
     found = error_of(reply)
     assert (reply.status_code, found["param"], found["code"]) == (404, "session_id", "session_not_found")
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({}, 400, "session_id"),
-        ({"session_id": "s", "prompt": "x"}, 400, "session_id"),
-        ({"prompt": "x", "messages": CHAT["messages"]}, 400, "session_id"),
-        ({"prompt": ""}, 400, "prompt"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"prompt": ["a"]}, 400, "prompt[0]"),
-        ({"prompt": [10**6]}, 400, "prompt"),
-        ({"prompt": [1] * 100_000}, 400, "prompt"),
-        ({"prompt": "x", "retain_s": 5}, 400, "retain_s"),
-        ({"prompt": "x", "model": "no"}, 404, "model"),
-    ],
-)
-def test_a_wrong_prefetch_is_refused(server: Tiered, body: dict[str, Any], status: int, param: str) -> None:
-    reply = server.http.post("/cache/prefetch", json=body)
-    assert (reply.status_code, error_of(reply)["param"]) == (status, param)
 
 
 def test_an_engine_that_does_not_come_round_is_a_504_and_nobody_does_it_later(

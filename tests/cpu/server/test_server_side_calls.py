@@ -4,20 +4,17 @@ where it cannot listen."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import socket
 import subprocess
 import sys
-import warnings
 
 import pytest
 
 from penstock.config import ServerConfig
-from penstock.errors import ConfigError
 from penstock.server import schema, service
 from penstock.server.generate import encode_chat
-from penstock.server.run import bind, server_here
+from penstock.server.run import bind
 from tests.cpu.server.served import Served, service_of, serving
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
@@ -36,23 +33,6 @@ def test_a_text_may_be_longer_than_a_prompt_and_is_bounded_all_the_same(
             assert served.http.post(path, json={name: item * most}).status_code == 200
             refused = served.http.post(path, json={name: item * (most + 1)})
             assert refused.status_code == 400 and refused.json()["error"]["param"] == name
-
-
-def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
-    engine = ScriptedEngine()
-    with (
-        contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken,
-        warnings.catch_warnings(record=True) as said,
-    ):
-        warnings.simplefilter("always")
-        gc.collect()
-        said.clear()
-        with pytest.raises(ConfigError, match="cannot listen"):
-            server_here(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
-        gc.collect()
-        assert [
-            str(warning.message) for warning in said if issubclass(warning.category, ResourceWarning)
-        ] == []
 
 
 def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -> None:

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 
 from penstock.contract import SnapshotContent
-from penstock.engine.engine import Engine
-from penstock.errors import EngineClosed
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
 from penstock.server.generate import prompts_of
 from penstock.server.service import Generations, Rules
+from tests.cpu.server.apis import APIS, CHAT
 from tests.cpu.server.served import until
 from tests.cpu.server.tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
 from tests.store_servers import valkey_or_skip
@@ -40,12 +39,6 @@ TURN = [{"role": "user", "content": "open the gate, and tell me how far it is op
 @pytest.fixture
 def server() -> Iterator[Tiered]:
     with tiered() as running:
-        yield running
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Iterator[Tiered]:
-    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as running:
         yield running
 
 
@@ -184,8 +177,7 @@ def num_whole(server: Tiered, tokens: list[int], num_characters: int) -> int:
     return num
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("speculate", [None, "ngram"])
+@pytest.mark.parametrize(("stream", "speculate"), [(False, None), (True, "ngram")])
 def test_a_session_that_ended_at_a_stop_string_is_what_its_client_was_given(
     monkeypatch: pytest.MonkeyPatch, stream: bool, speculate: str | None
 ) -> None:
@@ -273,71 +265,26 @@ def test_a_boundary_may_be_chosen_and_what_is_behind_the_last_block_is_computed(
     assert source["device"] + source["host"] == 32 and source["computed"] == 8 + len(MORE)
 
 
-def test_a_request_may_go_on_from_its_very_end(server: Tiered) -> None:
-    ask(server, PROMPT)
-    take(server, prompt=PROMPT, name="talk")
-    whole, _ = ask(server, PROMPT)
-    body = {
-        "model": MODEL,
-        "prompt": "",
-        "max_tokens": 4,
-        "temperature": 0,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "snapshot": "talk",
-    }
-    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["tokens"] == whole
+def source_of(usage: dict[str, Any]) -> dict[str, int]:
+    """Each API has it elsewhere."""
+    within = [usage, *(one for one in usage.values() if isinstance(one, dict))]
+    return next(one["kv_source"] for one in within if "kv_source" in one)
 
 
-def test_a_conversation_goes_on_with_its_messages(server: Tiered) -> None:
-    chat = {"model": MODEL, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    first = server.http.post("/v1/chat/completions", json={**chat, "messages": TURN}).json()
-    so_far = [*TURN, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}]
+def test_a_conversation_goes_on_with_its_messages_in_every_api(server: Tiered) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    first = CHAT.ask(server, **asked, messages=TURN, max_tokens=12)
+    so_far = [*TURN, {"role": "assistant", "content": first.text}]
     card = take(server, messages=so_far, name="chat")
     assert card["chat"] is True and card["cached_tokens"] >= 48
-    after = [{"role": "user", "content": "and now?"}]
-    whole = server.http.post("/v1/chat/completions", json={**chat, "messages": [*so_far, *after]}).json()
-    forget(server, "device", "host")
-    part = server.http.post(
-        "/v1/chat/completions", json={**chat, "messages": after, "snapshot": "chat"}
-    ).json()
-    assert part["choices"][0]["message"] == whole["choices"][0]["message"]
-    assert part["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
-    assert part["usage"]["prompt_tokens_details"]["kv_source"]["host"] >= 48, "what is pinned is not reset"
-
-
-ROUTES: dict[
-    str, tuple[dict[str, Any], Callable[[Any], Any], Callable[[Any], Any]]
-] = {  # what is asked, the answer's text, where its KV came from
-    "/v1/responses": (
-        {"input": "and now?", "max_output_tokens": 12},
-        lambda answer: answer["output"][0]["content"][0]["text"],
-        lambda answer: answer["usage"]["input_tokens_details"]["kv_source"],
-    ),
-    "/v1/messages": (
-        {"messages": [{"role": "user", "content": "and now?"}], "max_tokens": 12},
-        lambda answer: answer["content"][0]["text"],
-        lambda answer: answer["usage"]["kv_source"],
-    ),
-}
-
-
-@pytest.mark.parametrize("path", ROUTES)
-def test_a_conversation_goes_on_in_the_words_of_other_apis(server: Tiered, path: str) -> None:
-    body, text_of, source_of = ROUTES[path]
-    chat = {"model": MODEL, "max_tokens": 12, "temperature": 0}
-    whole = server.http.post(
-        "/v1/chat/completions", json={**chat, "messages": [*TURN, {"role": "user", "content": "and now?"}]}
-    ).json()
-    server.http.post("/v1/chat/completions", json={**chat, "messages": TURN})
-    take(server, messages=TURN, name="chat", cache_salt="")
-    forget(server, "device")
-    reply = server.http.post(path, json={"model": MODEL, "temperature": 0, **body, "snapshot": "chat"})
-    assert reply.status_code == 200, reply.text
-    assert text_of(reply.json()) == whole["choices"][0]["message"]["content"]
-    assert source_of(reply.json())["host"] >= 32
-    missing = server.http.post(path, json={"model": MODEL, **body, "snapshot": "another"})
-    assert missing.status_code == 404 and missing.json()["error"]["param"] == "snapshot"
+    whole = CHAT.ask(server, **asked, messages=[*so_far, *CHAT.body()["messages"]], max_tokens=12)
+    for api in APIS:
+        forget(server, "device", "host")
+        part = api.ask(server, **asked, snapshot="chat", **{api.most: 12})
+        assert part.text == whole.text
+        assert source_of(part.raw["usage"])["host"] >= 48, "what is pinned is not reset"
+        missing = api.refusal(server, 404, model=MODEL, snapshot="another")
+        assert missing["param"] == "snapshot"
 
 
 def test_a_snapshot_without_messages_is_no_conversation(server: Tiered) -> None:
@@ -348,22 +295,6 @@ def test_a_snapshot_without_messages_is_no_conversation(server: Tiered) -> None:
     )
     assert reply.status_code == 400 and error_of(reply)["param"] == "snapshot"
     assert "not taken of messages" in error_of(reply)["message"]
-
-
-def test_several_prompts_and_choices_go_on_from_one(server: Tiered) -> None:
-    ask(server, PROMPT)
-    take(server, prompt=PROMPT, name="talk")
-    body = {
-        "model": MODEL,
-        "prompt": [MORE, OTHER[:5]],
-        "n": 2,
-        "seed": 1,
-        "max_tokens": 2,
-        "snapshot": "talk",
-        "ignore_eos": True,
-    }
-    reply = server.http.post("/v1/completions", json=body).json()
-    assert len(reply["choices"]) == 4 and reply["usage"]["prompt_tokens"] == 2 * 70 + 4 + 5
 
 
 def test_text_behind_a_snapshot_does_not_begin_a_text() -> None:
@@ -516,7 +447,7 @@ def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path)
         whole, _ = ask(server, [*PROMPT, *MORE])
         card = take(server, prompt=PROMPT, name="talk", ttl_s=3600)
         assert card["stored_in"] == ["ssd"] and all_of(server)["pinned"]["tier"] == "ssd"
-    for settings in ({}, {"blocks": 16, "host_blocks": 9}, {"blocks": 64, "host_blocks": 200}):
+    for settings in ({}, {"blocks": 16, "host_blocks": 9}):
         with restarted(tmp_path, **settings) as server:
             scanned(server)
             assert server.http.get("/v1/snapshots/talk").json() == card
@@ -525,28 +456,7 @@ def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path)
             assert stats(server)["pinned_blocks"] == 4
 
 
-def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_may_go(tmp_path: Path) -> None:
-    with restarted(tmp_path) as server:
-        for name, prompt in (("first", PROMPT), ("second", OTHER)):
-            ask(server, prompt)
-            take(server, prompt=prompt, name=name)
-    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.00045) as server:
-        scanned(server)
-        assert [(one["id"], one["pinned"]) for one in all_of(server)["data"]] == [
-            ("first", True),
-            ("second", False),
-        ]
-        for name in ("second", "first"):
-            ask(server, MORE, snapshot=name)
-        fill(server)
-        server.http.post("/cache/flush?level=persisted")
-        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0]
-
-
-@pytest.mark.parametrize("num_left", [0, 1, 3])
-def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_computed(
-    tmp_path: Path, num_left: int
-) -> None:
+def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_computed(tmp_path: Path) -> None:
     with restarted(tmp_path) as server:
         whole, _ = ask(server, [*PROMPT, *MORE])
         take(server, prompt=PROMPT, name="talk")
@@ -554,12 +464,11 @@ def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_com
         scanned(server)
         store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
         keys = server.engine.cache.prefix_of(PROMPT).keys  # type: ignore[union-attr]
-        (slot,) = store._now.index.find_each([keys[num_left]])
-        store._now.index.forget(keys[num_left], slot)
-        assert server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 16 * num_left
+        (slot,) = store._now.index.find_each([keys[1]])
+        store._now.index.forget(keys[1], slot)
+        assert server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 16
         tokens, source = ask(server, MORE, snapshot="talk")
-        assert tokens == whole and source["ssd"] == 16 * num_left
-        assert source["computed"] == len(PROMPT) + len(MORE) - 16 * num_left
+        assert tokens == whole and (source["ssd"], source["computed"]) == (16, 58)
         forget(server)
         until(
             lambda: server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 64,
@@ -567,28 +476,23 @@ def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_com
         )
 
 
-DAMAGE: dict[str, tuple[Any, str]] = {
-    "truncated": (lambda data: data[:100], "truncated"),
-    "empty": (lambda data: b"", "truncated"),
-    "a flipped bit": (lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:], "damaged"),
-    "another version": (lambda data: data[:8] + b"\x07" + data[9:], "format 7"),
-    "something else": (lambda data: b"hello" * 50, "no manifest"),
-    "of another model": (
-        lambda data: format_.pack(
-            dataclasses.replace(
-                made := format_.unpack(data),
-                space=b"o" * 32,
-                made_with={**made.made_with, "weights": "ab" * 32},
-            )
-        ),
-        "weights is abababababab",
-    ),
-}
+def of_another_model(data: bytes) -> bytes:
+    made = format_.unpack(data)
+    other = {**made.made_with, "weights": "ab" * 32}
+    return format_.pack(dataclasses.replace(made, space=b"o" * 32, made_with=other))
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_manifest_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
-    damage, words = DAMAGE[name]
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:], "damaged"),
+        (of_another_model, "weights is abababababab"),
+    ],
+    ids=["a flipped bit", "of another model"],
+)
+def test_a_manifest_that_cannot_be_used_is_refused_with_the_reason(
+    tmp_path: Path, damage: Callable[[bytes], bytes], words: str
+) -> None:
     with restarted(tmp_path) as server:
         ask(server, PROMPT)
         take(server, prompt=PROMPT, name="talk")
@@ -618,39 +522,6 @@ def test_a_manifest_under_another_ones_name_is_refused(tmp_path: Path) -> None:
     with restarted(tmp_path) as server:
         found = ask(server, MORE, 409, snapshot="talk", cache_salt="yours")
         assert "another snapshot's name" in found["message"]
-
-
-def test_a_client_that_hangs_up_in_the_middle_leaves_all_of_it_or_nothing(on_disk: Tiered) -> None:
-    server = on_disk
-    ask(server, PROMPT)
-    there, go_on = threading.Event(), threading.Event()
-    store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
-    write_manifest = store.write_manifest
-
-    def held(*args: Any) -> Any:
-        there.set()
-        assert go_on.wait(60.0)
-        return write_manifest(*args)
-
-    store.write_manifest = held
-    body = json.dumps({"prompt": PROMPT, "name": "talk"}).encode()
-    url = server.http.base_url
-    with socket.create_connection((url.host, url.port)) as impatient:
-        impatient.sendall(
-            (b"POST /v1/snapshots HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % len(body) + body
-        )
-        assert there.wait(60.0)
-    assert ask(server, OTHER)[1]["computed"] == 70, "requests are served meanwhile"
-    go_on.set()
-    until(lambda: stats(server)["taken"] == 1, "what the lane was at has ended")
-    whole, nothing = (["talk"], 4), ([], 0)  # by whether the hang-up was seen before it was answered
-    until(
-        lambda: (
-            ([one["id"] for one in all_of(server)["data"]], stats(server)["pinned_blocks"])
-            in (whole, nothing)
-        ),
-        "one of them",
-    )
 
 
 def hang_up_on(server: Tiered, path: str, body: dict[str, Any]) -> None:
@@ -719,54 +590,6 @@ def going_on(server: Tiered, name: str) -> httpx.Response:
     return httpx.post(f"{server.http.base_url}/v1/completions", json=body, timeout=60.0)
 
 
-def end_of(engine: Engine) -> EngineClosed:
-    """Once it has ended."""
-    until(lambda: engine.ended is not None, "the engine has ended")
-    return EngineClosed("the engine is closed")
-
-
-def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -> None:
-    """What waits to be saved is given up with the engine; its pins are, too, or closing would say that they
-    leaked."""
-    there, failed = threading.Event(), list[int]()
-    with restarted(tmp_path) as server:
-        ask(server, PROMPT)
-        engine = server.engine
-
-        saved: Future[None] = Future()
-
-        def held(level: str) -> Future[None]:
-            there.set()
-            return saved
-
-        engine.kv.begin_flush = held  # type: ignore[method-assign]
-
-        def take_it() -> None:
-            try:
-                failed.append(
-                    httpx.post(
-                        f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT}, timeout=60.0
-                    ).status_code
-                )
-            except httpx.HTTPError:
-                failed.append(0)
-
-        asking = threading.Thread(target=take_it)
-        asking.start()
-        assert there.wait(60.0)
-
-        def fail() -> None:
-            error = end_of(engine)
-            if saved.set_running_or_notify_cancel():  # its front may have left before
-                saved.set_exception(error)
-
-        ending = threading.Thread(target=fail)
-        ending.start()
-    asking.join(60.0)
-    ending.join(60.0)
-    assert failed and failed[0] != 200 and not list((tmp_path / "ssd").glob("*.snapshot"))
-
-
 # --------------------------------------------------------------------------------------------- a shared store
 
 
@@ -792,3 +615,21 @@ def test_another_engine_continues_from_the_shared_store() -> None:
             assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
             assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
             assert not two.engine.snapshots.figures().known
+
+
+def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_may_go(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        for name, prompt in (("first", PROMPT), ("second", OTHER)):
+            ask(server, prompt)
+            take(server, prompt=prompt, name=name)
+    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.00045) as server:
+        scanned(server)
+        assert [(one["id"], one["pinned"]) for one in all_of(server)["data"]] == [
+            ("first", True),
+            ("second", False),
+        ]
+        for name in ("second", "first"):
+            ask(server, MORE, snapshot=name)
+        fill(server)
+        server.http.post("/cache/flush?level=persisted")
+        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0]

@@ -17,7 +17,6 @@ import pytest
 from penstock import cli
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
-from penstock.server.access import Exchange
 from tests.cpu.server.served import completion, serving
 from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
 from tests.cpu.server.tiered_server import PROMPT, tiered
@@ -116,30 +115,6 @@ def test_loads_from_colder_tiers_are_a_part(collector: Collector) -> None:
         fields(roots[1])["penstock.prompt_tokens.host"]
         == reply.json()["usage"]["prompt_tokens_details"]["kv_source"]["host"]
     )
-
-
-def test_parts_follow_each_other_without_overlaps() -> None:
-    from penstock.server.tracing import parts
-
-    exchange = Exchange(
-        "POST",
-        "/v1/completions",
-        10.0,
-        prompt_tokens=5,
-        submitted_s=11.0,
-        queue_s=4.0,
-        matched_s=1.0,
-        loaded_s=2.0,
-    )
-    exchange.first_s, exchange.ended_s = 16.0, 20.0
-    assert [tuple(part) for part in parts(exchange)] == [
-        ("match", 11.0, 12.0), ("queue", 12.0, 13.0), ("load", 13.0, 15.0), ("prefill", 15.0, 16.0),
-        ("decode", 16.0, 20.0),
-    ]  # fmt: skip
-    exchange.queue_s = exchange.first_s = None
-    assert [tuple(part) for part in parts(exchange)] == [("queue", 11.0, 20.0)]
-    exchange.prompt_tokens = 0
-    assert list(parts(exchange)) == []
 
 
 def test_a_collector_that_is_not_there_keeps_nobody_waiting() -> None:

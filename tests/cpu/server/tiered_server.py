@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config import ServerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.server.run import server_here
+from penstock.server.run import HttpServer, server_here
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.server.served import DEADLINE_S, until
 from tests.support.driving import tiny_config
@@ -27,15 +27,18 @@ PROMPT = [7 + 3 * i % 450 for i in range(70)]  # four full blocks, and six token
 class Tiered:
     """A server in front of a real engine, under the sanitizer."""
 
-    def __init__(self, url: str, engine: Engine) -> None:
+    def __init__(self, server: HttpServer, engine: Engine) -> None:
         self.engine = engine
-        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
-        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        self.service = server.service
+        self.http = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
+        self.client = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        )
 
     def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[str], dict[str, Any]]:
         """Tokens, and the usage's details of the prompt."""
         options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
-        reply = self._client.completions.create(model=MODEL, prompt=prompt, **{**options, **fields})
+        reply = self.client.completions.create(model=MODEL, prompt=prompt, **{**options, **fields})
         details = reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"]
         assert sum(details["kv_source"].values()) == reply.usage.prompt_tokens == len(prompt)
         return reply.choices[0].logprobs.tokens, details
@@ -59,7 +62,7 @@ def tiered(server: dict[str, Any] | None = None, **settings: Any) -> Iterator[Ti
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     until(lambda: served.started, "the server is up")
-    running = Tiered(served.url, engine)
+    running = Tiered(served, engine)
     try:
         yield running
     finally:

@@ -305,15 +305,6 @@ def test_calls_are_told_apart_whatever_their_arguments_hold(
     assert [json.loads(given) for _, given in parse(kind, [text]).calls] == arguments
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(alphabet='ab <>/{}[]":,\n|_tolcahink', max_size=60))
-def test_text_without_a_call_is_content_to_the_last_character(text: str) -> None:
-    for kind in ("hermes", "llama3", "json", "none"):
-        message = parse(kind, [text])
-        if not message.calls and "<tool_call>" not in text and "<|python_tag|>" not in text:
-            assert message.content.strip() == text.strip() or (kind == "json" and not text.strip(" \n[],;"))
-
-
 def test_calls_beyond_the_most_are_dropped() -> None:
     text = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]'
     assert parse("json", list(text), most=1).calls == [("f", '{"a": 1}')]

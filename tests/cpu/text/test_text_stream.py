@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
-from penstock.text import stream as text_module
-from penstock.text.stream import StopString, TextStream
+from penstock.text.answer import StopString, TextStream
 from tests.support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
@@ -159,17 +158,6 @@ def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) 
                 assert not text[:n].endswith(s[:overlap]) or overlap <= len(held)
 
 
-def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds() -> None:
-    """All strings of two letters up to nine of them: each prefix's longest end that is also its beginning."""
-    for length in range(1, 10):
-        for text in map("".join, itertools.product("ab", repeat=length)):
-            expected = [
-                max(n for n in range(end) if text[:end].endswith(text[:n])) for end in range(1, length + 1)
-            ]
-            stop = text_module.StopString(text)
-            assert [stop._border(end) for end in range(length, 0, -1)] == expected[::-1], text
-
-
 def test_special_tokens_have_no_text_but_an_offset() -> None:
     ids = [*REAL.encode("hi"), 2, *REAL.encode(" you")]
     assert TextStream(REAL).push(ids) == ("hi you", False, (0, 2, 2))
@@ -201,26 +189,6 @@ def test_offsets_do_not_depend_on_pushes_and_locate_each_tokens_text(text: str, 
             assert decoded[offset:].startswith(own)
 
 
-def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_up: list[int] = []
-
-    class Counting:
-        errors = "replace"
-
-        def token_bytes(self, id: int, first: bool = False) -> bytes:
-            looked_up.append(id)
-            return REAL.token_bytes(id)
-
-        def is_special(self, id: int) -> bool:
-            return False
-
-    ids = REAL.encode("The gate opens when the water is ready, and not before. " * 20)
-    stream = TextStream(Counting(), [StopString("nothing of the kind")])
-    for id in ids:
-        stream.push([id])
-    assert looked_up == ids
-
-
 class Looked(str):
     """Text that counts how often a character of it is looked at."""
 
@@ -247,13 +215,6 @@ def test_a_stop_string_of_a_megabyte_costs_no_more_per_token_than_a_short_one() 
     """Below a few looks per character of output, on average."""
     output = ("a" * 1000 + "c") * 20
     assert looks_at_stop("a" * 1_000_000 + "b", [output]) < 6 * len(output)
-
-
-def test_a_stop_string_costs_nothing_until_it_is_met_and_its_table_is_made_once_for_all_outputs() -> None:
-    assert looks_at_stop("a" * 1_000_000 + "b", ["xyz"] * 16) == 16 * 3
-    output = "a" * 1000 + "c"
-    one, two = looks_at_stop("a" * 5000, [output]), looks_at_stop("a" * 5000, [output] * 2)
-    assert two - one < one
 
 
 # -------------------------------------------------------------------------------------------------- held text
@@ -292,11 +253,6 @@ def test_a_stop_string_that_half_a_character_completes_ends_the_text() -> None:
     stream = TextStream(Bytes(), [StopString("b\ufffd")])
     assert stream.push(b"ab\xe2").text == "a"
     assert stream.finish() == "" and stream.push(b"c") == ("", True, ())
-
-
-def test_a_token_that_breaks_a_character_starts_behind_what_becomes_of_it() -> None:
-    stream = TextStream(Bytes(), ())
-    assert stream.push([0x61, 0xE2, 0x62]) == ("a\ufffdb", False, (0, 1, 2))
 
 
 def test_half_a_character_behind_a_stop_string_is_no_part_of_the_answer() -> None:

@@ -56,20 +56,3 @@ def test_every_client_has_a_section_and_every_section_a_client() -> None:
     sections = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
     assert sorted(sections) == sorted(client.name for client in run.CLIENTS)
     assert all((run.HERE / client.script).is_file() for client in run.CLIENTS)
-
-
-def test_the_page_keeps_the_rows_of_clients_that_were_not_run() -> None:
-    openai, anthropic = (
-        next(client for client in run.CLIENTS if client.name == name) for name in ("openai 3", "anthropic")
-    )
-    ok, bad = {"check": "chat", "ok": True}, {"check": "stream", "ok": False, "why": "a | b\nc"}
-    first = run.page(
-        [run.Outcome(openai, "3.0", [ok, bad]), run.Outcome(anthropic, "", [], "not installed: no network")],
-        "",
-    )
-    assert (
-        "| openai 3 | 3.0 | chat; stream | stream: FAILED, a / b c |\n"
-    ) in first and "not installed" in first
-    second = run.page([run.Outcome(anthropic, "2.0", [ok])], first)
-    assert "| openai 3 | 3.0 | chat; stream | stream: FAILED, a / b c |\n" in second
-    assert "| anthropic | 2.0 | chat | all pass |\n" in second and "not installed" not in second

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server.fuzz_cases import BASES, Bytes, Case, legal_case
+from tests.e2e.server.fuzz_cases import BASES, Case, legal_case
 from tests.e2e.server.fuzz_json import encode
 from tests.e2e.server.fuzz_oracles import Answer, Finding, generated, judge, same
 from tests.e2e.server.fuzz_target import Target
@@ -243,24 +243,4 @@ def test_what_is_left_behind_is_noticed(target: Target) -> None:
 def test_a_seat_that_is_not_given_back_is_noticed(target: Target, path: str, body: bytes) -> None:
     with target.holding(path, len(body)):
         assert notices(target.rest.check)
-    target.rest.check()
-
-
-def test_a_running_request_is_not_idle(target: Target) -> None:
-    fields = {**BASES["/v1/completions"], "max_tokens": 140, "ignore_eos": True, "stream": True}
-    case = Case("POST", "/v1/completions", encode(fields), fields=fields, leave_after=1)
-    target.ask(case)
-    target.rest.wait_idle()
-    assert target.rest.busy() == {}
-
-
-def test_bytes_on_a_connection_get_their_answers(target: Target) -> None:
-    get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    assert target.write(Bytes((get, get[:10], get[10:] + b"\x00\r\n\r\n"), "wait")) == [200, 200, 400]
-
-
-def test_a_connection_may_end_in_the_middle_of_its_request(target: Target) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"
-    for end in ("half", "close", "reset"):
-        assert target.write(Bytes((head,), end)) == []
     target.rest.check()

@@ -135,9 +135,6 @@ def test_what_would_be_held_or_walked_for_every_choice_is_bounded(
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-# ----------------------------------------------------------------------------------------------- slow clients
-
-
 # ------------------------------------------------------------------------------------------------------- chat
 
 

@@ -320,18 +320,6 @@ def test_a_schema_is_compiled_in_the_engine_and_an_impossible_one_is_refused_bef
         assert status == 200 and said["choices"][0]["text"] in ("yes", "no")
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"), [({"max_tokens": 10**6}, "context_length_exceeded"), ({"prompt": [10**6]}, None)]
-)
-def test_what_the_engine_would_refuse_is_refused_before_the_stream_begins(
-    two: Running, fields: dict[str, Any], code: str | None
-) -> None:
-    with httpx.Client(base_url=two.url, timeout=DEADLINE_S) as session:
-        for stream in (True, False):
-            reply = session.post("/v1/completions", json={**SHORT, "stream": stream, **fields})
-            assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
-
-
 # ----------------------------------------------------------------------------------------------------- crowds
 
 

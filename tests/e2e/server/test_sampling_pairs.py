@@ -4,7 +4,6 @@ offsets, reasons and counts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests.e2e.server.fuzz_json import encode
 from tests.e2e.server.fuzz_oracles import Choice, generated
 from tests.e2e.server.fuzz_target import Target
 from tests.e2e.server.sampling_reference import Expected, Weights, expected
-from tests.pairwise import all_pairs, pairwise
+from tests.pairwise import pairwise
 from tests.support.adapters import adapter_tensors, merged
 
 TOLERANCE = 2e-3  # of a logprob in float32
@@ -217,18 +216,6 @@ def test_every_two_options_together_are_answered_as_the_reference_says(
         "some end by a stop, some by length, some at once"
     )
     target.rest.check()
-
-
-@pytest.mark.parametrize("options", [COMPLETIONS, CHAT], ids=["completions", "chat"])
-def test_the_cases_cover_every_pair(options: dict[str, list[Any]]) -> None:
-    cases = pairwise(options)
-    places = [{name: options[name].index(value) for name, value in case.items()} for case in cases]
-    covered = {(a, case[a], b, case[b]) for case in places for a, b in combinations(sorted(case), 2)}
-    assert covered == all_pairs(options)
-    sizes = sorted(map(len, options.values()))
-    assert sizes[-1] * sizes[-2] <= len(cases) < 3 * sizes[-1] * sizes[-2], (
-        "few: the two largest options need one for each of their pairs"
-    )
 
 
 @pytest.mark.parametrize(("body", "options"), [(schema.CompletionBody, COMPLETIONS), (schema.ChatBody, CHAT)])

@@ -3,12 +3,8 @@ shutdown."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import openai
@@ -87,33 +83,6 @@ def test_a_chat_answers_and_ends_by_itself(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_no_forced_call_has_an_argument_that_its_tool_does_not_have(client: openai.OpenAI) -> None:
-    """The schema says nothing of other properties, as most do; were it open, this model would invent some in
-    half of its calls."""
-    fields = {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}}
-    parameters = {"type": "object", "properties": fields, "required": list(fields)}
-    ask = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "How warm is it in Bern, in Celsius?"}],
-        "tools": [
-            {
-                "type": "function",
-                "function": {"name": "weather", "description": "How warm it is", "parameters": parameters},
-            }
-        ],
-        "tool_choice": {"type": "function", "function": {"name": "weather"}},
-    }
-    for seed in range(2):
-        for choice in client.chat.completions.create(
-            **ask, temperature=1, max_tokens=64, n=12, seed=seed
-        ).choices:
-            (call,) = choice.message.tool_calls
-            assert (
-                choice.finish_reason == "tool_calls"
-                and json.loads(call.function.arguments).keys() == fields.keys()
-            )
-
-
 def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(
     client: openai.OpenAI, http: httpx.Client
 ) -> None:
@@ -144,67 +113,3 @@ def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(
     wait_idle(http)
     assert min(http.post("/cache/reset?tier=all").json()["by_tier"].values()) > 0
     assert client.completions.create(**ask).usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_echo_scores_the_prompt_as_generation_scored_it(client: openai.OpenAI) -> None:
-    """What greedy decoding chose, scored as a prompt: the same tokens, nearly the same log-probabilities."""
-    made = client.completions.create(model=MODEL, prompt=FRANCE, temperature=0, max_tokens=6, logprobs=3)
-    text = FRANCE + made.choices[0].text
-    read = client.completions.create(
-        model=MODEL, prompt=text, temperature=0, max_tokens=0, echo=True, logprobs=3
-    ).choices[0]
-    assert read.text == text
-    scores = read.logprobs
-    assert "".join(scores.tokens) == text
-    assert scores.token_logprobs[0] is None
-    assert scores.top_logprobs[0] is None
-    assert [
-        text[at : at + len(token)] for at, token in zip(scores.text_offset, scores.tokens, strict=True)
-    ] == scores.tokens
-    assert all(value <= 0 and math.isfinite(value) for value in scores.token_logprobs[1:])
-    assert scores.tokens[-6:] == made.choices[0].logprobs.tokens
-    assert scores.token_logprobs[-6:] == pytest.approx(made.choices[0].logprobs.token_logprobs, abs=2e-3)
-    assert all(
-        max(top.values()) == pytest.approx(value)
-        for top, value in zip(scores.top_logprobs[-6:], scores.token_logprobs[-6:], strict=True)
-    )
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_hang_up_frees_blocks_and_rows(server_url: str, http: httpx.Client, stream: bool) -> None:
-    async def leave() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(server_url.rsplit(":", 1)[1]))
-        body = json.dumps(
-            {"model": MODEL, "prompt": STORY, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
-        ).encode()
-        writer.write(
-            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % len(body) + body
-        )
-        await writer.drain()
-        if stream:
-            await reader.readuntil(b"data: {")
-        while not sum(samples(http, "penstock_requests").values()):
-            await asyncio.sleep(0.01)
-        writer.close()
-
-    generated = samples(http, "penstock_generated_tokens_total")[""]
-    asyncio.run(leave())
-    wait_idle(http)
-    assert samples(http, "penstock_generated_tokens_total")[""] - generated < 1000
-
-
-def test_a_signal_lets_a_stream_end_and_the_process_with_it(start_server: Callable[..., tuple]) -> None:
-    process, url = start_server(
-        "--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--api-key", "k"
-    )
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0, timeout=DEADLINE_S)
-    name = client.models.list().data[0].id
-    stream = client.completions.create(
-        model=name, prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(stream)
-    process.send_signal(signal.SIGTERM)
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-    assert process.wait(DEADLINE_S) == 0
-    with pytest.raises(openai.APIConnectionError):
-        client.models.list()

@@ -69,19 +69,13 @@ GOOD = [0.0, 128, 5, 0.0, 0, [1, 2]]
 BAD = [
     ("{", "not JSON"),
     ("[]", "expected an object"),
-    (line_of("a", {}), "expected an object"),
     (line_of("", [GOOD]), "id must be text"),
-    (line_of("a", [GOOD], id=3), "id must be text"),
     (line_of("a", [GOOD], parent=3), "parent text or null"),
     (line_of("a", [GOOD], block_tokens=0), "block_tokens must be a positive"),
-    (line_of("a", [GOOD], block_tokens=True), "block_tokens must be a positive"),
     (line_of("a", [GOOD, [0.0, 128, 5, 0.0, 0]]), "request 2: expected a list of 6"),
-    (line_of("a", [["0", *GOOD[1:]]]), "request 1: t and think seconds"),
-    (line_of("a", [[0.0, 128, 5, -1, 0, [1, 2]]]), "request 1: t and think seconds"),
     (line_of("a", [[float("nan"), *GOOD[1:]]]), "request 1: t and think seconds"),
     (line_of("a", [[0.0, 128.0, 5, 0.0, 0, [1, 2]]]), "whole numbers"),
     (line_of("a", [[0.0, 0, 5, 0.0, 0, []]]), "at least one token"),
-    (line_of("a", [[0.0, 128, 5, 0.0, 0, [1, -2]]]), "ids of new blocks"),
     (line_of("a", [[0.0, 128, 5, 0.0, 0, [1, 1 << 63]]]), "ids of new blocks"),
     (line_of("a", [[0.0, 128, 5, 0.0, 0, 7]]), "ids of new blocks"),
     (
@@ -164,16 +158,6 @@ def test_prompts_share_the_tokens_of_the_blocks_that_they_share_and_no_others(wr
     )
 
 
-def test_the_same_seed_makes_the_same_tokens_and_conversations_differ(write):
-    conversations = read_conversations(write(growing("a", [640] * 3), growing("b", [640] * 3)))
-    a, b = Asking("trace").users_of(conversations, 50_000)
-    again = Asking("trace").users_of(conversations, 50_000)[0]
-    other = Asking("trace", seed=1).users_of(conversations, 50_000)[0]
-    assert (a.asks[0].prompt == again.asks[0].prompt).all()
-    for one in (b, other):
-        assert (a.asks[0].prompt != one.asks[0].prompt).mean() > 0.99
-
-
 def test_a_sub_agent_shares_its_parents_blocks_only_where_that_is_asked_for():
     chosen = select(read_conversations(EXCERPT), 10, 65536, 16)
     first = {one.id: 64 * (one.requests[0].num_tokens // 64) for one in chosen}
@@ -208,14 +192,3 @@ def test_scaled_prompts_share_the_same_blocks():
         assert sum(reusable([ask.prompt for ask in asks], 64 // scale)) == shared * 64 // scale
     with pytest.raises(ConfigError, match="--scale 3 does not divide"):
         Asking("x", scale=3).users_of(chosen, 512)
-
-
-def test_an_infinite_cache_has_the_leading_full_blocks_of_what_came_before_but_never_the_last_token():
-    def tokens(*ids):
-        return np.array(ids, np.int32)
-
-    first = tokens(1, 2, 3, 4, 5)
-    assert reusable([first, first], 2) == [0, 4]
-    assert reusable([tokens(1, 2, 3, 4), tokens(1, 2, 3, 4)], 2) == [0, 3]
-    assert reusable([first, tokens(9, 2, 3, 4, 5), tokens(1, 2, 9, 9, 5, 6)], 2) == [0, 0, 2]
-    assert reusable([tokens(1), tokens(1)], 2) == [0, 0]

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 from functools import cache
-from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,7 +18,7 @@ from penstock.bench.trace_files import BLOCK_TOKENS, Trace, read_any, read_trace
 from penstock.cli import main
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError
-from penstock.kv.blocks.eviction import LruOrder, prefill_cost
+from penstock.kv.blocks.eviction import prefill_cost
 from penstock.models.progress import silent
 
 PROMPTS = [[1, 2], [3], [1, 2], [4, 5], [1, 2], [3]]
@@ -81,21 +80,6 @@ def test_rates_are_shares_of_blocks_of_tokens_and_of_work():
     assert (rows[1]["hit_rate"], rows[1]["prefill_saved"]) == (5 / 10, None)
 
 
-def test_a_prompt_larger_than_the_cache_leaves_its_beginning_there():
-    trace = trace_of([[1, 2, 3, 4], [1, 2, 3, 4]])
-    for name in EVICTIONS:
-        assert replay(trace, name, 3, silent).blocks == 3
-
-
-def test_a_hit_behind_a_missing_block_does_not_count(monkeypatch):
-    """With an order that forgets beginnings first."""
-    trace = trace_of([[1, 2, 3], [4], [1, 2, 3]])
-    assert replay(trace, "lru", 3, silent).blocks == 2
-    add = LruOrder.add
-    monkeypatch.setattr(LruOrder, "add", lambda self, slots: add(self, slots[::-1]))
-    assert replay(trace, "lru", 3, silent).blocks == 0
-
-
 # ---------------------------------------------------------------------------------------------------- optimum
 
 trees = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=15).map(
@@ -146,26 +130,6 @@ def test_the_optimum_is_what_trying_everything_finds(blocks, capacity):
     assert best_hits(next_uses(trace), capacity, silent).blocks == by_trying_everything(blocks, capacity)
 
 
-@settings(max_examples=100, deadline=None)
-@given(trace=trees, capacity=st.integers(1, 10))
-def test_no_hit_of_the_optimum_stands_on_a_missing_prefix(trace, capacity):
-    uses = next_uses(trace)
-    kept: dict[bytes, int] = {}  # when it is used next
-    place = num_hits = 0
-    for keys in trace.prompts:
-        here = [key in kept for key in keys]
-        assert here == sorted(here, reverse=True)
-        num_hits += sum(here)
-        for key in keys:
-            kept.pop(key, None)
-            if uses[place] < len(uses):
-                kept[key] = uses[place]
-            if len(kept) > capacity:
-                del kept[max(kept, key=kept.__getitem__)]
-            place += 1
-    assert num_hits == best_hits(uses, capacity, silent).blocks
-
-
 # ----------------------------------------------------------------------------------------------------- traces
 
 
@@ -214,13 +178,6 @@ def test_a_trace_that_cannot_be_read_or_has_nothing_to_keep_is_refused(tmp_path)
             read_trace(path)
 
 
-@pytest.mark.parametrize(("num_distinct", "steps"), [(170_899, 9), (5, 4), (1, 1)])
-def test_the_ladder_doubles_up_to_all_distinct_blocks(num_distinct, steps):
-    rungs = ladder(trace_of([list(range(num_distinct))]))
-    assert len(rungs) == steps and rungs[-1] == num_distinct and min(rungs) >= 1
-    assert all(2 * low - 1 <= high <= 2 * low for low, high in pairwise(rungs))
-
-
 # --------------------------------------------------------------------------------------- conversations, scans
 
 
@@ -254,27 +211,6 @@ def test_conversations_are_read_as_blocks_of_mooncakes_size_in_the_order_of_thei
     assert trace.num_tokens == 1030 + 512 + 512 + 600 + 1536 + 1000
     assert [len(keys) for keys in read_any(conversations, 3).prompts] == [2, 1, 1]
     assert [len(keys) for keys in read_any(conversations, None, "turns").prompts] == [2, 1, 1, 3, 1, 1]
-
-
-def test_a_block_is_known_by_all_before_it(tmp_path):
-    """The same id behind other blocks is another block: its KV is."""
-    path = tmp_path / "agents.jsonl"
-    same, one, two = list(range(8)), list(range(10, 18)), list(range(20, 28))
-    path.write_text(
-        conversation_of(
-            "a", [(0.0, 1024, 0, one + same), (1.0, 1024, 0, two + same), (2.0, 1024, 0, one + same)]
-        )
-    )
-    first, other, again = read_any(path).prompts
-    assert first == again and not set(first) & set(other)
-
-
-def test_a_mooncake_trace_is_read_packed_or_not_and_keeps_its_order(file, tmp_path):
-    packed = tmp_path / "trace.jsonl.gz"
-    packed.write_bytes(gzip.compress(file.read_bytes()))
-    assert read_any(packed).prompts == read_any(file).prompts == read_trace(file).prompts
-    with pytest.raises(ConfigError, match="a Mooncake trace has an order of its own"):
-        read_any(file, None, "time")
 
 
 def test_conversations_without_a_full_block_or_of_an_odd_size_are_refused(tmp_path):
@@ -386,15 +322,3 @@ def test_the_command_needs_no_torch(file, tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_progress_comes_from_start_to_end_of_every_replay():
-    heard = []
-    measure(trace_of(PROMPTS), ["lru", "cost"], [2, 3], lambda *told: heard.append(told))
-    stages = list(dict.fromkeys(stage for stage, _, _ in heard))
-    assert stages == [
-        f"{policy}, {capacity} blocks" for policy in ("lru", "cost", "optimum") for capacity in (2, 3)
-    ]
-    for stage in stages:
-        told = [(done, total) for name, done, total in heard if name == stage]
-        assert told[0][0] == 0 and told[-1][0] == told[-1][1]
