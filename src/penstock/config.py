@@ -159,9 +159,9 @@ class ModelSource(Settings):
 
     model: str = setting(
         "smollm2-135m",
-        "a built-in name (smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, tiny-qwen3, "
-        "tiny-llama), a GGUF file, a directory with safetensors and a config, or ORG/NAME on the Hugging "
-        "Face hub",
+        "a built-in name (smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, qwen3-30b-a3b, "
+        "tiny-qwen3, tiny-qwen3-moe, tiny-llama), a GGUF file, a directory with safetensors and a config, or "
+        "ORG/NAME on the Hugging Face hub",
         metavar="NAME|PATH",
     )
     load_format: Literal["auto", "dummy"] = setting(

@@ -15,7 +15,14 @@ from penstock.errors import ModelError
 from penstock.models.decoder import Decoder
 from penstock.models.model import ModelConfig
 from penstock.models.rotary import RopeScaling
-from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_LLAMA,
+    TINY_MIXTRAL,
+    TINY_QWEN2_MOE,
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    write_tiny_model,
+)
 from tests.support.contiguous_kv import logits_of
 from tests.support.loading import load_on_cpu
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -45,6 +52,11 @@ CONFIGS = {
     "phi3": dataclasses.replace(PHI3, windows=(40, 40)),
     "longrope": dataclasses.replace(PHI3, rope_scaling=LONGROPE),
     "a part of each head": dataclasses.replace(PHI3, rotary_dim=12),
+    "mixtral": TINY_MIXTRAL,
+    "qwen2-moe": dataclasses.replace(
+        TINY_QWEN2_MOE, routing=dataclasses.replace(TINY_QWEN2_MOE.routing, dense_layers=())
+    ),
+    "qwen3-moe": TINY_QWEN3_MOE,
 }
 
 
@@ -83,7 +95,7 @@ def their_logits(folder: Path, **how: Any) -> torch.Tensor:
 def test_a_directory_of_ours_computes_the_same_in_transformers(tmp_path: Path) -> None:
     """So that the test above compares with what is right."""
     plain = {"tiny llama": TINY_LLAMA, "tiny qwen3": TINY_QWEN3}
-    for name in (*plain, "llama3", "qwen2", "phi3"):
+    for name in (*plain, "llama3", "qwen2", "phi3", "mixtral", "qwen2-moe", "qwen3-moe"):
         directory = write_tiny_model(tmp_path / name, {**plain, **CONFIGS}[name])
         found = our_logits(load(directory))
         torch.testing.assert_close(found, their_logits(directory), rtol=1e-4, atol=1e-4)
@@ -104,7 +116,7 @@ def test_factors_for_all_lengths_are_those_of_any_length(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("llama.attention.sliding_window", "sliding_window"), ("llama.expert_count", "expert_count")],
+    [("llama.attention.sliding_window", "sliding_window"), ("llama.expert_count", "num_local_experts")],
 )
 def test_what_a_file_of_this_architecture_cannot_have_is_refused_by_name(
     key: str, message: str, tmp_path: Path

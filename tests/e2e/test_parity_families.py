@@ -41,6 +41,8 @@ IDS = torch.randint(3, 512, (2 * PROMPT,), generator=torch.Generator().manual_se
 SHORT = [0.9 + 0.05 * i for i in range(8)]
 LONG = [1.0 + 0.7 * i for i in range(8)]
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+WINDOW = {"sliding_window": 47}
 SWITCHED = {"use_sliding_window": True, "max_window_layers": 1}
 # What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have
 # none.
@@ -59,6 +61,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"sliding_window": 47, "num_key_value_heads": 4}),
     "phi4-mini": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3-moe with dense layers": (
+        "Qwen3Moe",
+        {**EXPERTS, "head_dim": 16, "attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [2]},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral with windows": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, **WINDOW}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
 }
 
 OUTSIDE = {"original_max_position_embeddings": TRAINED}
@@ -202,7 +212,7 @@ def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_pa
         assert_parity(engine, reference)
 
 
-ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini")
+ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini", "qwen2-moe")
 
 
 @pytest.mark.parametrize("family", ADAPTED)

@@ -29,6 +29,9 @@ TRIED = (
     "qwen3 with biases and windows",
     "phi3",
     "phi4-mini",
+    "qwen3-moe",
+    "mixtral with windows",
+    "qwen2-moe",
 )
 
 

@@ -24,12 +24,13 @@ PREFIX = "base_model.model."
 def adapter_tensors(
     config: ModelConfig, seed: int, rank: int = 4, modules: Sequence[str] = ALL_MODULES
 ) -> dict[str, Tensor]:
-    """For every layer's `modules`: A as PEFT starts with it, B not zero as it is after training."""
+    """For every layer's `modules`, without those of experts: A as PEFT starts with it, B not zero as it is
+    after training."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for part in (part for weight in layout(config) for part in weight.parts):
         module = part.name.removesuffix(".weight")
-        if module.rpartition(".")[2] in modules:
+        if module.rpartition(".")[2] in modules and "expert" not in module:
             num_out, num_in = part.shape
             tensors[f"{PREFIX}{module}.lora_A.weight"] = (
                 torch.randn(rank, num_in, generator=generator) * num_in**-0.5

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.models.model import ModelConfig
+from penstock.models.registry import architecture_of
 from penstock.testing.tiny_models import CHAT_TEMPLATE, SPECIAL, TINY_LLAMA, tiny_tensors, tiny_tokenizer
 
 
@@ -27,7 +30,8 @@ def write_tiny_gguf(
 ) -> Path:
     """The same model as `write_tiny_model` as a GGUF file; `metadata` replaces or adds string entries.
     `encoding_of`: ggml's encoding of a matrix by its name in safetensors files."""
-    writer = gguf.GGUFWriter(path, config.architecture)
+    architecture = architecture_of(config)
+    writer = gguf.GGUFWriter(path, architecture.gguf_name or architecture.name)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.default_len)
     writer.add_embedding_length(config.hidden)
@@ -43,12 +47,13 @@ def write_tiny_gguf(
     for name, factors in _gguf_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(
-        next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture),
+        next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch),
         config.num_layers,
     ).mapping
-    for name, tensor in tiny_tensors(config, seed).items():
+    for name, tensor in _with_experts_together(tiny_tensors(config, seed)).items():
         module, _, which = name.rpartition(".")
-        kind = gguf.GGMLQuantizationType[encoding_of(name) if tensor.dim() == 2 else "F32"]
+        is_plain = tensor.dim() == 1 or "gate_inp" in names[module][1]
+        kind = gguf.GGMLQuantizationType["F32" if is_plain else encoding_of(name)]
         writer.add_tensor(
             f"{names[module][1]}.{which}",
             gguf.quantize(_gguf_rows(name, tensor, config), kind),
@@ -61,9 +66,28 @@ def write_tiny_gguf(
     return path
 
 
+def _with_experts_together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As llama.cpp's converter writes them: one tensor for all experts of a layer, and the shared expert's
+    gate as a vector."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        together = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        if together != name:
+            tensor = torch.cat((found.get(together, tensor.new_empty(0, *tensor.shape)), tensor.unsqueeze(0)))
+        found[together] = tensor.flatten() if "shared_expert_gate" in name else tensor
+    return found
+
+
 def _add_gguf_optional(writer: Any, config: ModelConfig) -> None:
     """As llama.cpp's converter writes them."""
-    scaling = config.rope_scaling
+    scaling, routing = config.rope_scaling, config.routing
+    if routing is not None:
+        writer.add_expert_count(routing.num_experts)
+        writer.add_expert_used_count(routing.top_k)
+        if config.architecture != "mixtral":
+            writer.add_expert_feed_forward_length(routing.ffn)
+        if routing.shared_ffn:
+            writer.add_expert_shared_feed_forward_length(routing.shared_ffn)
     if config.rotary_dim:
         writer.add_rope_dimension_count(config.rotary_dim)
     if config.windows:
@@ -116,7 +140,7 @@ def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any
     """Llama's q and k rows are stored in GGUF with the two halves of each head interleaved. Written from the
     format, not from our description."""
     rows = tensor.numpy()
-    if config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+    if config.architecture in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
         heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1] if rows.ndim > 1 else 1)
         rows = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
     return rows

@@ -371,6 +371,7 @@ class Disturber:
 def write_adapters(folder: Path, config: ModelConfig, num: int, seed: int) -> list[Path]:
     """Random adapters in PEFT's files, one directory each."""
     parts = [part for weight in layout(config) if weight.name.endswith(_ADAPTED) for part in weight.parts]
+    parts = [part for part in parts if "expert" not in part.name]
     modules = {part.name.removesuffix(".weight"): part.shape for part in parts}
     settings = {
         "peft_type": "LORA",

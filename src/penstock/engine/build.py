@@ -502,7 +502,7 @@ def _working_bytes(config: Config, model: Decoder) -> float:
     during sampling."""
     c = model.config
     tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
-    per_token = (6 * c.hidden + 2 * c.qkv_width + 3 * c.ffn) * model.dtype.itemsize
+    per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * model.dtype.itemsize
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit

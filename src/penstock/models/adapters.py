@@ -75,6 +75,7 @@ _UNSUPPORTED = {
 }
 # others (PiSSA, OLoRA, LoftQ ...) change the base model's weights, too
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+_EXPERT = re.compile(r"(?:^|\.)(mlp|block_sparse_moe)\.(experts|gate|shared_expert|shared_expert_gate)\b")
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_]+(\\?\.[A-Za-z0-9_]+)*\$?")
 
 
@@ -114,6 +115,9 @@ def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
         refused = f"adapting {listed(outer)} is not supported"
         raise ModelError(f"{config_file}: {refused}, only the linear modules inside layers")
     tensors, _ = read_tensors(tensors_file)
+    if experts := [name for name in tensors if _EXPERT.search(name)]:
+        named = listed([name.removeprefix(PREFIX) for name in experts])
+        raise ModelError(f"{tensors_file}: adapting experts and routers is not supported: {named}")
     stacks = _stacks(model.config)
     adapted = _check(tensors, config, [module for _, parts in stacks for module in parts], tensors_file)
     with memory_needed(f"the adapter in {directory} does not fit into the memory of {model.device}"):
@@ -138,11 +142,13 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
 
 
 def _stacks(config: ModelConfig) -> list[tuple[WeightSpec, list[_Module]]]:
-    """The model's matrices inside layers, with the modules that are stacked in each."""
-    matrices = [
-        weight for weight in layout(config) if weight.name.startswith("layers.") and len(weight.shape) == 2
-    ]
-    return [(weight, list(_modules(weight))) for weight in matrices]
+    """The model's matrices inside layers that can be adapted, with the modules that are stacked in each."""
+    inside = [weight for weight in layout(config) if weight.name.startswith("layers.")]
+    return [(weight, list(_modules(weight))) for weight in inside if _is_adaptable(weight)]
+
+
+def _is_adaptable(weight: WeightSpec) -> bool:
+    return len(weight.shape) == 2 and not _EXPERT.search(weight.parts[0].name)
 
 
 def _modules(weight: WeightSpec) -> Iterator[_Module]:
@@ -161,7 +167,7 @@ def blank_weights(
     for index in range(config.num_layers):
         layers.append({})
         for weight in architecture_of(config).layer(config, index):
-            if len(weight.shape) == 2:
+            if _is_adaptable(weight):
                 modules = list(_modules(weight))
                 parts = [(module, blank(module.num_out, rank)) for module in modules]
                 layers[-1][weight.name] = _stacked(blank(rank * len(modules), weight.shape[1]), parts)

@@ -29,18 +29,26 @@ class TensorSpec(NamedTuple):
 
 
 class WeightSpec(NamedTuple):
-    """One tensor as the model takes it: its parts stacked along rows."""
+    """One tensor as the model takes it: its parts stacked along rows, or along the rows of equal slots."""
 
     name: str
     parts: tuple[TensorSpec, ...]
+    num_slots: int = 0  # 0: one tensor without slots
 
     @property
     def shape(self) -> Shape:
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        rows, rest = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:]
+        return (self.num_slots, rows // self.num_slots, *rest) if self.num_slots else (rows, *rest)
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def by_slot(self) -> Iterator[tuple[TensorSpec, ...]]:
+        """The parts of each slot; all of them where there are none."""
+        size = len(self.parts) // max(1, self.num_slots)
+        return (self.parts[first : first + size] for first in range(0, len(self.parts), size))
 
 
 def stack(name: str, *parts: tuple[str, *Shape]) -> WeightSpec:
@@ -59,8 +67,7 @@ def linear(name: str, width: int, has_bias: bool, *modules: tuple[str, int]) -> 
 class Architecture:
     """One architecture. A subclass states the first two names and overrides what else is different."""
 
-    # `ModelConfig.architecture`, `model_type` in config.json, `general.architecture` in GGUF files
-    name: str
+    name: str  # `ModelConfig.architecture`, `model_type` in config.json
     config_name: str  # in `architectures` of config.json
     # the biases of ModelConfig that `attention_bias` and `mlp_bias` of config.json turn on
     attention_biases: tuple[str, ...] = ()
@@ -69,7 +76,9 @@ class Architecture:
     # How configs state windows. none: they are refused; stated: by `sliding_window`; usual: the same, 4096
     # where a config does not say it; switched: if `use_sliding_window`, from layer `max_window_layers` on.
     window_rule = "none"
-    in_gguf = True  # whether GGUF files call it by its name
+    in_gguf = True  # whether GGUF files have it
+    gguf_name = ""  # `general.architecture` in GGUF files; "": its name
+    routes = False  # whether it has experts
     fused = False  # whether files have q, k and v in one matrix, and gate and up in another
     norms_heads = False  # whether q and k are normalised per head before they are rotated
     derives_head_dim = True  # whether config.json may leave out the width of heads
@@ -88,7 +97,7 @@ class Architecture:
             stack("attn_norm", ("input_layernorm.weight", config.hidden)),
             *self.attention(config),
             stack("ffn_norm", ("post_attention_layernorm.weight", config.hidden)),
-            *self.mlp(config),
+            *self.mlp(config, index),
         )
 
     def attention(self, config: ModelConfig) -> Iterator[WeightSpec]:
@@ -101,7 +110,7 @@ class Architecture:
             yield from (stack(name, (f"self_attn.{name}.weight", dim)) for name in ("q_norm", "k_norm"))
         yield from linear("out", q_rows, config.out_bias, ("self_attn.o_proj", config.hidden))
 
-    def mlp(self, config: ModelConfig) -> Iterator[WeightSpec]:
+    def mlp(self, config: ModelConfig, index: int) -> Iterator[WeightSpec]:
         ffn = config.ffn
         rows = {"gate_up": 2 * ffn} if self.fused else {"gate": ffn, "up": ffn}
         modules = ((f"mlp.{name}_proj", num) for name, num in rows.items())
@@ -114,7 +123,7 @@ class Architecture:
         for i in range(config.num_layers):
             for weight in self.layer(config, i):
                 parts = (TensorSpec(f"model.layers.{i}.{part.name}", part.shape) for part in weight.parts)
-                yield WeightSpec(f"layers.{i}.{weight.name}", tuple(parts))
+                yield weight._replace(name=f"layers.{i}.{weight.name}", parts=tuple(parts))
         yield stack("norm", (f"{NORM}.weight", config.hidden))
         if not config.tied_embeddings:
             yield stack("head", (f"{HEAD}.weight", config.vocab, config.hidden))
@@ -208,9 +217,10 @@ class Architecture:
         are its tensors of rotary factors."""
 
         def entry(key: str, default: Any = None) -> Any:
-            return metadata.get(f"{self.name}.{key}", default)
+            return metadata.get(f"{name}.{key}", default)
 
-        if entry("expert_count", 0):
+        name = self.gguf_name or self.name
+        if entry("expert_count", 0) and not self.routes:
             raise ModelError(f"{where}: experts (expert_count) are not supported")
         heads, hidden = entry("attention.head_count"), entry("embedding_length")
         known = isinstance(hidden, int) and isinstance(heads, int) and heads
@@ -233,7 +243,7 @@ class Architecture:
             "vocab_size": entry("vocab_size", len(vocabulary) if isinstance(vocabulary, list) else None),
             "max_position_embeddings": entry("context_length"),
             "rope_theta": entry("rope.freq_base", 10000.0),
-            "rope_scaling": rope_scaling_of_gguf(metadata, self.name, factors, where),
+            "rope_scaling": rope_scaling_of_gguf(metadata, name, factors, where),
             "partial_rotary_factor": rotated / head_dim if partial else None,
             "rms_norm_eps": entry("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in tensors,

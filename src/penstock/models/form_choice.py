@@ -208,7 +208,8 @@ def _ones(shape: tuple[int, int], forms: Forms) -> Matrix:
 
 
 def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
-    shape = (config.hidden, config.qkv_width, config.ffn)
+    ffn = config.ffn if config.routing is None else config.routing.ffn
+    shape = (config.hidden, config.qkv_width, ffn)
     return cpu_name(), str(torch.__version__), torch.get_num_threads(), shape
 
 

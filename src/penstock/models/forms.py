@@ -30,6 +30,7 @@ _HEAD_ROWS = 4  # oneDNN multiplies so many rows in less time than fewer
 _DEPTH = 16  # the product of 8 bits reads rows of weights by so many values, and behind the end of others
 _EVERY = 1 << 30  # rows: more than any product has
 _TILE_ROWS = 16  # of a product in the wide form whose sums must not depend on their number
+_EXACT = ("router", "shared_gate")  # endings of names: few values, whose rounding would change choices
 _PACKED_ROWS = 1024  # packed at a time, as 32-bit numbers: a multiple of every CPU's tile of rows
 
 
@@ -82,13 +83,13 @@ class Forms:
         """Of a model's weights in memory, by their names and shapes."""
         total, width = 0, self.wide.itemsize
         for name, shape in shapes:
-            values, rows = math.prod(shape), shape[0]
-            if len(shape) == 1:
+            values, rows = math.prod(shape), math.prod(shape[:-1])
+            if len(shape) == 1 or name.endswith(_EXACT):
                 total += 4 * values
             elif self.few_rows_of_4 and name in in_4_bits:
                 total += values // 2 + 4 * values // GROUP + (not self.steady) * width * values
             else:
-                narrow, wide = self.held(name, shape[1], tied)
+                narrow, wide = self.held(name, shape[-1], tied)
                 twice = narrow and not wide and name in ("embed", "head")  # once more, in oneDNN's order
                 total += values * (narrow + twice + wide * width) + rows * (2 * narrow + 8 * twice)
         return total
@@ -114,9 +115,10 @@ class Quants(NamedTuple):
     zero: Tensor  # the same
 
 
-def takes_4_bits(shape: Shape) -> bool:
-    """Whether the product of 4 bits takes a matrix of this shape."""
-    return len(shape) == 2 and shape[0] % _ALIGNED_ROWS == 0 and shape[1] % GROUP == 0
+def takes_4_bits(shape: Shape, name: str = "") -> bool:
+    """Whether the product of 4 bits takes a matrix of this shape, or a stack of them."""
+    fits = len(shape) > 1 and shape[-2] % _ALIGNED_ROWS == 0 and shape[-1] % GROUP == 0
+    return fits and not name.endswith(_EXACT)
 
 
 class Matrix:
@@ -221,6 +223,8 @@ class Matrix:
 
 def empty_matrix(name: str, shape: Shape, tied: bool, forms: Forms) -> Matrix:
     """Room for one matrix of a model, whose embeddings are perhaps `tied` to its head."""
+    if name.endswith(_EXACT):
+        return Matrix(None, None, torch.empty(shape), 0, forms.steady)
     is_narrow, is_wide = forms.held(name, shape[1], tied)
     wide = torch.empty(shape, dtype=forms.wide) if is_wide else None
     if not is_narrow:

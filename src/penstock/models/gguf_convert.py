@@ -9,10 +9,11 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -54,6 +55,7 @@ CONVERTER_VERSION = 6
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a process that was killed
 
 
@@ -67,11 +69,14 @@ class GgufModel:
         factors = {name: self._source.numbers(tensors[name]) for name in FACTOR_TENSORS if name in tensors}
         self.config_json = config_of_gguf(metadata, tensors, factors, self._where)
         self.config = parse_config(self.config_json, self._where)
-        names = _names(self.config)
-        # One without a place stays, and is found unexpected.
-        self._tensors = {
-            names.get(name, name): tensor for name, tensor in tensors.items() if name not in factors
-        }
+        shapes = {part.name: part.shape for weight in layout(self.config) for part in weight.parts}
+        names = _names(self.config, shapes)
+        self._tensors: dict[str, GgufTensor] = {}
+        for tensor in each_expert(tensor for name, tensor in tensors.items() if name not in factors):
+            name = names.get(tensor.name, tensor.name)  # one without a place is found unexpected
+            if shapes.get(name) == (1, *tensor.shape):
+                tensor = tensor._replace(shape=(1, *tensor.shape))
+            self._tensors[name] = tensor
         found = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
         check_tensors(found, self.config, file.path)
 
@@ -94,7 +99,7 @@ class GgufModel:
             for weight in layout(self.config)
             if weight.name.startswith("layers.")
             and weight.name.rpartition(".")[2] != reordered
-            and takes_4_bits(weight.shape)
+            and takes_4_bits(weight.shape, weight.name)
             and all(self._source.has_quants(self._tensors[part.name]) for part in weight.parts)
         )
 
@@ -105,15 +110,16 @@ class GgufModel:
         weights: dict[str, Weight] = {}
         for weight in each_weight(self.config, "loading weights", progress):
             if weight.name in in_4_bits:
-                quants = (
-                    piece for part in weight.parts for piece in self._source.quants(*self._of(part.name))
-                )
-                whole = Quants(*map(torch.cat, zip(*quants, strict=True)))
-                weights[weight.name] = matrix_of_quants(whole, forms)
+                slots = [matrix_of_quants(self._quants(parts), forms) for parts in weight.by_slot]
+                weights[weight.name] = slots if weight.num_slots else slots[0]
             else:
                 weights[weight.name] = empty_formed(weight, self.config, forms)
                 fill(weights[weight.name], weight, self._pieces)
         return weights
+
+    def _quants(self, parts: Sequence[TensorSpec]) -> Quants:
+        pieces = (piece for part in parts for piece in self._source.quants(*self._of(part.name)))
+        return Quants(*map(torch.cat, zip(*pieces, strict=True)))
 
     def _pieces(self, part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
         dtype = DTYPES[self._tensors[part.name].dtype]
@@ -148,16 +154,36 @@ class GgufModel:
         return self._tensors[name], self.config.head_dim if interleaved else None
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
-    """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
+def each_expert(tensors: Iterable[GgufTensor]) -> Iterator[GgufTensor]:
+    """Tensors of all experts of a layer as one of each: its rows lie in one piece of the file."""
+    for tensor in tensors:
+        if not tensor.name.endswith("_exps.weight") or len(tensor.shape) != 3:
+            yield tensor
+            continue
+        num, *shape = tensor.shape
+        num_bytes = tensor.num_rows // num * tensor.row_bytes
+        for expert in range(num):
+            name, offset = f"{tensor.name}[{expert}]", tensor.offset + expert * num_bytes
+            yield tensor._replace(name=name, shape=tuple(shape), offset=offset)
+
+
+def _names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+    """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them. Those
+    of experts are as `each_expert` makes them."""
     import gguf
 
-    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
+    architecture = architecture_of(config)
+    wanted = architecture.gguf_name or architecture.name
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted]
     if not kinds:
-        raise ModelError(f"the installed gguf package does not know the architecture {config.architecture!r}")
+        raise ModelError(f"the installed gguf package does not know the architecture {wanted!r}")
     known = gguf.get_tensor_name_map(kinds[0], config.num_layers)
-    names = (part.name for weight in layout(config) for part in weight.parts)
-    return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
+    found: dict[str, str] = {}
+    for name in names:
+        expert = _EXPERT.search(name)
+        own = known.get_name(_EXPERT.sub("", name), (".weight", ".bias")) or name
+        found[own if expert is None else f"{own}[{expert[1]}]"] = name
+    return found
 
 
 # ------------------------------------------------------------------------------------------- converted copies

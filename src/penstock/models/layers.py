@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.forms import Matrix
-from penstock.models.model import ModelConfig
+from penstock.models.model import Experts, ModelConfig
 from penstock.models.rotary import plain_frequencies
 
 _GRAIN_VALUES = 32768  # torch gives fewer to one thread
@@ -54,6 +54,32 @@ class TorchLayerOps:
 
     def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return self.silu_mul(self.linear_shares(x, weight))
+
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        """One product for each expert that is hit, of all its tokens."""
+        weights, chosen = self._choice(x, experts)
+        num_experts, top_k = experts.routing.num_experts, experts.routing.top_k
+        pairs = chosen.flatten().argsort(stable=True)  # of a token and an expert
+        counts = chosen.flatten().bincount(minlength=num_experts).tolist()
+        found = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device=x.device)
+        for slot, own in zip(experts.slots.tolist(), pairs.split(counts), strict=True):
+            if len(own):
+                inner = self.gated(x[own // top_k], experts.gate_up[slot])
+                found[own] = self.linear(inner, experts.down[slot])
+        terms = found.view(len(x), top_k, -1) * weights.to(x.dtype).unsqueeze(2)
+        total = terms[:, 0]
+        for rank in range(1, top_k):
+            total = total + terms[:, rank]
+        return total if shared is None else total + shared
+
+    def _choice(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+        """Of each token its experts and their weights, the largest first: both [T, top_k]."""
+        router, routing = experts.router, experts.routing
+        if not isinstance(router, Matrix):
+            router = router.float()
+        shares = self.linear(x.float(), router).softmax(dim=-1)
+        weights, chosen = shares.topk(routing.top_k, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if routing.normalised else weights, chosen
 
 
 class SteadyLayerOps(TorchLayerOps):

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from penstock.models.rotary import RopeScaling
 
 Weight = Any  # what `LayerOps.linear` of a device multiplies with: a Tensor, or on the CPU a `forms.Matrix`
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of a model's sparse layers: a token runs through `top_k` of them."""
+
+    num_experts: int
+    top_k: int
+    ffn: int  # width inside an expert
+    normalised: bool  # the weights of a token's experts are divided by their sum
+    shared_ffn: int = 0  # width inside the expert that every token runs through; 0: there is none
+    dense_layers: tuple[int, ...] = ()  # have one MLP instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,7 @@ class ModelConfig:
     mlp_bias: bool = False
     # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
     windows: tuple[int, ...] = ()
+    routing: Routing | None = None  # None: every layer has one MLP
 
     def settled(self, max_model_len: int | None) -> ModelConfig:
         """For sequences of at most `max_model_len` tokens. None: the model's default."""
@@ -71,6 +84,26 @@ class ModelConfig:
     def qkv_width(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def mlp_values(self) -> int:
+        """Values per token inside the widest MLP: gate, up and their product; of experts also what each
+        returns."""
+        if (routing := self.routing) is None:
+            return 3 * self.ffn
+        routed = (routing.top_k + 1) * self.hidden + routing.top_k * routing.ffn
+        return max(3 * self.ffn * bool(routing.dense_layers), routed + 3 * routing.shared_ffn)
+
+
+class Experts(NamedTuple):
+    """The weights of one layer's experts. Expert e is in slot `slots[e]` of both stacks, which on a CPU may
+    be lists of matrices."""
+
+    router: Weight  # [num_experts, hidden]
+    gate_up: Any  # [slots, 2 * ffn, hidden]: gate rows, then up rows
+    down: Any  # [slots, hidden, ffn]
+    slots: Tensor  # int32 [num_experts]
+    routing: Routing
+
 
 class PagedKv(Protocol):
     """The KV cache as one step sees it: bound to the step's tokens, positions and tables by the executor."""
@@ -98,8 +131,8 @@ class LayerOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
-        """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or float32 [shares, T,
-        out] whose sum that is."""
+        """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or [shares, T, out]
+        whose sum that is."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm(x + residual), x + residual). `x` may be in shares."""
@@ -109,3 +142,7 @@ class LayerOps(Protocol):
 
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
+
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in
+        shares. Sums follow the order of a token's experts, never that of the batch."""

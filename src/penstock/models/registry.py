@@ -11,20 +11,34 @@ from penstock.models.embedded import NAME
 from penstock.models.fields import Json
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA, Llama
 from penstock.models.mistral import Mistral
+from penstock.models.mixtral import Mixtral
 from penstock.models.model import ModelConfig
 from penstock.models.phi3 import Phi3
 from penstock.models.qwen2 import Qwen2
+from penstock.models.qwen2_moe import Qwen2Moe
 from penstock.models.qwen3 import QWEN3_0_6B, QWEN3_4B, TINY_QWEN3, Qwen3
+from penstock.models.qwen3_moe import QWEN3_30B_A3B, TINY_QWEN3_MOE, Qwen3Moe
 from penstock.models.rotary import RopeFactors
 
-ARCHITECTURES: tuple[Architecture, ...] = (Llama(), Mistral(), Qwen2(), Qwen3(), Phi3())
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Llama(),
+    Mistral(),
+    Mixtral(),
+    Qwen2(),
+    Qwen2Moe(),
+    Qwen3(),
+    Qwen3Moe(),
+    Phi3(),
+)
 
 # Dimensions that users can ask for by name, as messages list them: the one with weights, then by size.
 BUILT_IN: Mapping[str, ModelConfig] = {
     NAME: SMOLLM2_135M,
     "qwen3-4b": QWEN3_4B,
     "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
     "tiny-qwen3": TINY_QWEN3,
+    "tiny-qwen3-moe": TINY_QWEN3_MOE,
     "tiny-llama": TINY_LLAMA,
 }
 
@@ -56,8 +70,12 @@ def parse_config(raw: Json, where: str) -> ModelConfig:
 def config_of_gguf(metadata: Json, tensors: Container[str], factors: RopeFactors, where: str) -> Json:
     """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount
     to."""
-    known = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.in_gguf}
+    named = [(one.gguf_name or one.name, one) for one in ARCHITECTURES if one.in_gguf]
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in known:
-        raise ModelError(f"{where}: architecture {name!r} is not supported; supported are {', '.join(known)}")
-    return known[name].config_of_gguf(metadata, tensors, factors, where)
+    # A dense one and one with experts may share a name.
+    routes = bool(metadata.get(f"{name}.expert_count", 0))
+    found = sorted((one for own, one in named if own == name), key=lambda one: one.routes != routes)
+    if not found:
+        supported = ", ".join(dict.fromkeys(own for own, _ in named))
+        raise ModelError(f"{where}: architecture {name!r} is not supported; supported are {supported}")
+    return found[0].config_of_gguf(metadata, tensors, factors, where)

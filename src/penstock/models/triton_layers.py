@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.models import triton_experts
+from penstock.models.model import Experts
+
 SILU_TILE = 1024  # values per program
 
 
@@ -231,6 +234,9 @@ class TritonLayerOps:
             x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile)
         )
         return out
+
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        return triton_experts.routed(x, experts, shared)
 
 
 def _tile_rows(x: Tensor) -> int:

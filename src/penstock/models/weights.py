@@ -135,14 +135,24 @@ def fill(
 ) -> None:
     """Copy every part of `weight` to its place in `out`. `pieces`: ranges of a part's rows, and their
     values."""
-    for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+    for part, room in zip(weight.parts, _rooms(out, weight), strict=True):
         for rows, values in pieces(part):
             put_rows(room, rows, values)
 
 
+def _rooms(out: Weight, weight: WeightSpec) -> Iterator[Weight]:
+    """The place of each part."""
+    slots = out if weight.num_slots else (out,)
+    for slot, parts in zip(slots, weight.by_slot, strict=True):
+        yield from slot.split([part.shape[0] for part in parts])
+
+
 def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
     """Round a range of a tensor's rows into their final place; a vector is a matrix of one row."""
-    if isinstance(room, Matrix):
+    if isinstance(room, list):
+        for slot, own in zip(room, values, strict=True):
+            put_rows(slot, rows, own)
+    elif isinstance(room, Matrix):
         room.fill(rows, values.reshape(-1, room.shape[1]).float())
     else:
         room = torch.atleast_2d(room)
@@ -152,8 +162,9 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
 def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32
     products of a few rows take half the time so; embeddings are looked up by row and stay row-major."""
-    if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) == 2 and weight.name != "embed":
-        return torch.empty(weight.shape[::-1], dtype=dtype).t()
+    if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) > 1 and weight.name != "embed":
+        *slots, rows, width = weight.shape
+        return torch.empty(*slots, width, rows, dtype=dtype).mT
     return torch.empty(weight.shape, dtype=dtype, device=device)
 
 
@@ -161,7 +172,10 @@ def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weigh
     """Room on the CPU for one tensor of a model whose matrices are in `forms`."""
     if len(weight.shape) == 1:
         return torch.empty(weight.shape, dtype=torch.float32)
-    return empty_matrix(weight.name, weight.shape, config.tied_embeddings, forms)
+    name, shape, tied = weight.name, weight.shape[-2:], config.tied_embeddings
+    if weight.num_slots:
+        return [empty_matrix(name, shape, tied, forms) for _ in range(weight.num_slots)]
+    return empty_matrix(name, shape, tied, forms)
 
 
 # --------------------------------------------------------------------------- which files, and what is in them

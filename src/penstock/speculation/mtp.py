@@ -117,8 +117,10 @@ class MtpHead:
 
 
 def head_dims(target: ModelConfig) -> ModelConfig:
-    """One layer of the target's shape, with the window of its last layer."""
-    return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], tied_embeddings=False)
+    """One layer of the target's shape without experts, with the window of its last layer."""
+    return dataclasses.replace(
+        target, num_layers=1, windows=target.windows[-1:], tied_embeddings=False, routing=None
+    )
 
 
 def head_layout(target: ModelConfig) -> tuple[WeightSpec, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.model import ModelConfig
+from penstock.models.model import ModelConfig, Routing
 from penstock.models.qwen3 import TINY_QWEN3
+from penstock.models.qwen3_moe import TINY_QWEN3_MOE
 from penstock.models.registry import architecture_of, layout
 from penstock.models.rotary import RopeScaling
 from penstock.models.weights import INDEX
@@ -23,11 +25,25 @@ from penstock.models.weights import INDEX
 __all__ = [
     "CHAT_TEMPLATE",
     "TINY_LLAMA",
+    "TINY_MIXTRAL",
+    "TINY_QWEN2_MOE",
     "TINY_QWEN3",
+    "TINY_QWEN3_MOE",
     "tiny_tensors",
     "tiny_tokenizer",
     "write_tiny_model",
 ]
+
+TINY_MIXTRAL = dataclasses.replace(
+    TINY_LLAMA, architecture="mixtral", routing=Routing(num_experts=4, top_k=2, ffn=128, normalised=True)
+)
+TINY_QWEN2_MOE = dataclasses.replace(
+    TINY_LLAMA,
+    architecture="qwen2_moe",
+    qkv_bias=True,
+    num_layers=3,
+    routing=Routing(6, top_k=3, ffn=32, normalised=False, shared_ffn=64, dense_layers=(1,)),
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% "
@@ -151,6 +167,8 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
         fields["original_max_position_embeddings"] = config.rope_scaling.trained_len or None
     if config.rotary_dim:
         fields["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    if config.routing is not None:
+        fields |= _routing_fields(config)
     if config.out_bias:
         fields["attention_bias"] = True
     if config.mlp_bias:
@@ -158,9 +176,24 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
     if config.windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
         fields |= {"sliding_window": max(config.windows), "use_sliding_window": True, "layer_types": kinds}
-    elif config.architecture == "mistral":
+    elif config.architecture in ("mistral", "mixtral"):
         fields["sliding_window"] = None
     return fields
+
+
+def _routing_fields(config: ModelConfig) -> dict[str, Any]:
+    routing = config.routing
+    assert routing is not None
+    if config.architecture == "mixtral":
+        return {"num_local_experts": routing.num_experts, "num_experts_per_tok": routing.top_k}
+    return {
+        "num_experts": routing.num_experts,
+        "num_experts_per_tok": routing.top_k,
+        "moe_intermediate_size": routing.ffn,
+        "norm_topk_prob": routing.normalised,
+        "shared_expert_intermediate_size": routing.shared_ffn,
+        "mlp_only_layers": list(routing.dense_layers),
+    }
 
 
 def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.models.model import ModelConfig
 from penstock.testing.sanitized import build_sanitized, check_silent
-from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_LLAMA,
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    tiny_tensors,
+    write_tiny_model,
+)
 from tests.support.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
 from tests.support.driving import generate, run_all, submit
 
@@ -61,7 +67,10 @@ def check_nothing_held(engine: Engine) -> None:
 # ----------------------------------------------------------------------------------------------------- tokens
 
 
-@pytest.mark.parametrize(("model", "config"), [("tiny-qwen3", TINY_QWEN3), ("tiny-llama", TINY_LLAMA)])
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [("tiny-qwen3", TINY_QWEN3), ("tiny-llama", TINY_LLAMA), ("tiny-qwen3-moe", TINY_QWEN3_MOE)],
+)
 def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
     make_engine: MakeEngine,
     prompts: Prompts,

@@ -12,11 +12,12 @@ import torch
 from penstock.config import Config, KvConfig, LoraConfig, ModelSource, SpeculationConfig, WeightsName
 from penstock.engine.build import build
 from penstock.errors import ConfigError
+from penstock.models.registry import BUILT_IN
 from tests.support.driving import generate, tiny_config
 from tests.support.steadiness import differing
 from tests.support.tiny_gguf import write_tiny_gguf
 
-TINY = ("tiny-llama", "tiny-qwen3")
+TINY = ("tiny-llama", "tiny-qwen3", "tiny-qwen3-moe")
 
 
 def config_of(model: str, weights: WeightsName, deterministic: bool = True, host_blocks: int = 256) -> Config:
@@ -36,16 +37,15 @@ def test_answers_are_the_same_bits_wherever_kv_comes_from(
     assert differing(config_of(model, weights), tmp_path) == []
 
 
-def in_4_bits(folder: Path) -> str:
-    return str(
-        write_tiny_gguf(
-            folder / "tiny.gguf", encoding_of=lambda name: "Q4_1" if ".layers." in name else "Q8_0"
-        )
-    )
+def in_4_bits(folder: Path, model: str = "tiny-llama") -> str:
+    encodings = {True: "Q4_1", False: "Q8_0"}
+    path, dims = folder / "tiny.gguf", BUILT_IN[model]
+    return str(write_tiny_gguf(path, dims, encoding_of=lambda name: encodings[".layers." in name]))
 
 
-def test_answers_of_a_file_in_4_bits_are_the_same_bits(tmp_path: Path) -> None:
-    assert differing(config_of(in_4_bits(tmp_path), "int4"), tmp_path / "disk") == []
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+def test_answers_of_a_file_in_4_bits_are_the_same_bits(tmp_path: Path, model: str) -> None:
+    assert differing(config_of(in_4_bits(tmp_path, model), "int4"), tmp_path / "disk") == []
 
 
 def test_without_the_flag_the_check_above_fails(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -516,14 +517,15 @@ def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(
 # ---------------------------------------------------------------------------------------------- beside others
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("model", "seed"), [("tiny-qwen3", 0), ("tiny-qwen3", 1), ("tiny-qwen3-moe", 1)])
 def test_a_random_crowd_of_exact_scored_and_fitting_requests(
-    seed: int, make_engine: Make, prompts: Prompts
+    model: str, seed: int, make_engine: Make, prompts: Prompts
 ) -> None:
     """Exact and fitting ones give what they give alone; the others end, some of them in a next turn, and
     leave nothing held."""
     rng, num_turns = random.Random(seed), 0
     speculate = "ngram" if seed % 2 else None
+    make_engine = partial(make_engine, model)
     engine = scored_engine(
         make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate
     )

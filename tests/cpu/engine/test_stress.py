@@ -78,13 +78,21 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
     return running
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("PENSTOCK_CROWDS", "6"))))
+SEEDS = range(int(os.environ.get("PENSTOCK_CROWDS", "6")))
+CROWDS = [*(("tiny-qwen3", seed) for seed in SEEDS), *(("tiny-qwen3-moe", seed) for seed in SEEDS[:4])]
+
+
+@pytest.mark.parametrize(("model", "seed"), CROWDS)
 def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
-    make_engine: Callable[..., Engine], seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_engine: Callable[..., Engine],
+    model: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     rng = random.Random(seed)
     stems = [[rng.randrange(1, 500) for _ in range(150)] for _ in range(3)]
-    alone = make_engine(prefix_cache=False, capture=False, prefill_chunk=512)
+    alone = make_engine(model, prefix_cache=False, capture=False, prefill_chunk=512)
     asked = [random_request(rng, stems) for _ in range(40)]
     asked += rng.choices(asked, k=20)  # what was asked before is what prompt lookup can propose
     proposer = ("ngram", "draft:tiny-qwen3", f"mtp:{tmp_path / 'head'}", None, "draft:tiny-llama")[seed % 5]
@@ -96,6 +104,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     if seed % 3:  # nearly every answer is longer than was expected
         monkeypatch.setattr(build, "_lengths", lambda _: Guess(seed))
     engine = make_engine(
+        model,
         max_batch=32 if seed % 2 else 8,
         blocks=rng.choice((16, 24, 200)),
         host_blocks=host_blocks,

@@ -66,6 +66,19 @@ def test_every_answer_fits_its_schema_whatever_random_weights_want(engine: Engin
         assert fits(json.loads(text_of(engine, answer)), schema), (text_of(engine, answer), schema)
 
 
+def test_a_model_with_experts_keeps_to_a_schema() -> None:
+    engine, sanitizer = build_sanitized(tiny_config("tiny-qwen3-moe", speculate="ngram", max_batch=8))
+    rng = random.Random(17)
+    schemas = [random_schema(rng) for _ in range(8)]
+    answers = [constrained(engine, schema_of(schema), seed=seed) for seed, schema in enumerate(schemas)]
+    run_all(engine)
+    over = [pair for pair in zip(answers, schemas, strict=True) if pair[0].finish is FinishReason.STOP]
+    assert len(over) > 4
+    assert all(fits(json.loads(text_of(engine, answer)), schema) for answer, schema in over)
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
     [

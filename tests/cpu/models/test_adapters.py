@@ -18,7 +18,14 @@ from penstock.models.adapters import AdapterConfig, parse_adapter_config, read_a
 from penstock.models.decoder import Decoder
 from penstock.models.hashed_file import WeightFile
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
-from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_LLAMA,
+    TINY_MIXTRAL,
+    TINY_QWEN2_MOE,
+    TINY_QWEN3,
+    tiny_tensors,
+    write_tiny_model,
+)
 from tests.support.adapters import (
     ALL_MODULES,
     ATTENTION,
@@ -65,7 +72,7 @@ def dense(path: Path, tensors: dict[str, torch.Tensor], scale: Any, config: Any 
 
 
 def test_logits_are_those_of_merged_weights(tmp_path: Path) -> None:
-    for config in (TINY_LLAMA, TINY_QWEN3):
+    for config in (TINY_LLAMA, TINY_QWEN3, TINY_QWEN2_MOE):
         model = load(write_tiny_model(tmp_path / "base", config))
         for modules in (ALL_MODULES, ATTENTION, ("q_proj", "v_proj"), ("up_proj",), ("k_proj", "down_proj")):
             tensors = adapter_tensors(config, seed=1, rank=4, modules=modules)
@@ -301,6 +308,27 @@ def test_configs_and_tensors_that_cannot_be_honoured_are_refused(tmp_path: Path,
     for change, said in REFUSED_TENSORS:
         with pytest.raises(ModelError, match=said):
             read_adapter(write_adapter(path, change(tensors), r=4, target_modules=list(ALL_MODULES)), llama)
+
+
+@pytest.mark.parametrize(
+    ("config", "module"),
+    [
+        (TINY_QWEN2_MOE, "mlp.experts.3.up_proj"),
+        (TINY_QWEN2_MOE, "mlp.shared_expert.down_proj"),
+        (TINY_QWEN2_MOE, "mlp.shared_expert_gate"),
+        (TINY_QWEN2_MOE, "mlp.gate"),
+        (TINY_MIXTRAL, "block_sparse_moe.experts.0.w1"),
+    ],
+)
+def test_an_adapter_on_experts_or_a_router_is_refused_by_name(
+    tmp_path: Path, config: Any, module: str
+) -> None:
+    model, name = load(write_tiny_model(tmp_path / "base", config)), f"model.layers.2.{module}"
+    tensors = adapter_tensors(config, seed=1)
+    tensors |= {f"{PREFIX}{name}.lora_{which}.weight": torch.ones(4, 64) for which in "AB"}
+    adapter = write_adapter(tmp_path / "adapter", tensors, target_modules="all-linear")
+    with pytest.raises(ModelError, match=f"adapting experts and routers is not supported: {name}"):
+        read_adapter(adapter, model)
 
 
 def test_where_a_regular_expression_names_the_modules_the_tensors_say_which(

@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 4096}, "sliding-window"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"architectures": ["Mamba"]}, "Mamba is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+    ({"architectures": ["Mamba"]}, "Mamba is not supported.*LlamaForCausalLM, MistralForCausalLM, Mixtral"),
     ({"architectures": None}, "does not name its architecture"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),

@@ -365,7 +365,7 @@ FOREIGN = [
     (
         "general.architecture",
         "mamba",
-        "'mamba' is not supported; supported are llama, qwen2, qwen3",
+        "'mamba' is not supported; supported are llama, qwen2, qwen2moe, qwen3",
     ),
     (
         "tokenizer.ggml.pre",
