@@ -212,7 +212,7 @@ def tried(client: Client, environments: Path, served: Served, tokenizer: str) ->
         ok = made.returncode == 0 and bool(said)
         checks.append(
             {
-                "check": "the example of integrations.md",
+                "check": "example",
                 "ok": ok,
                 "why": "" if ok else (made.stderr or said)[-300:],
             }

@@ -51,6 +51,13 @@ def test_the_chat_template_is_used_unless_raw_is_asked_for(generate):
     assert generate("hello", "--raw --max-tokens 1")[1]["prompt_tokens"] == len("hello")
 
 
+def test_a_default_length_yields_to_any_room_that_is_left(generate):
+    """What was asked for does not."""
+    for room in (1, 8):
+        length = len("user: hello\nassistant: ") + room
+        assert generate("hello", f"--max-model-len {length}")[1]["generated_tokens"] == room
+
+
 def test_an_answer_in_a_chat_begins_a_text_and_a_raw_one_goes_on_with_its_prompt(penstock, tmp_path):
     """A real model whose every token is the first one: its last norm leaves nothing of what it computed."""
     names = ["▁the", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]

@@ -36,6 +36,11 @@ def served(model: Speaking) -> Iterator[Served]:
         yield running
 
 
+def test_an_answer_without_text_has_an_empty_block(served: Served, model: Speaking) -> None:
+    model.says("")
+    assert MESSAGES.ask(served).raw["content"] == [{"type": "text", "text": ""}]
+
+
 def test_an_answer_is_a_message_of_blocks(served: Served, model: Speaking) -> None:
     model.says("It is warm.")
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]

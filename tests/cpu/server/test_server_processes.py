@@ -431,3 +431,27 @@ def test_a_front_that_is_out_of_files_leaves_its_listener_alone_for_a_while(
     with socket.create_connection(address):
         asyncio.run(run())
     assert full.num_tried == 1 and "a connection could not be taken" in caplog.text
+
+
+def test_a_signal_that_comes_while_another_is_obeyed_counts(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a user who presses Ctrl-C twice."""
+    listener, signals = parent.supervisor.listener, iter([signal.SIGINT])
+
+    def close() -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+        listener.close()
+
+    def play(parent: Parent) -> None:
+        engine = parent.engine()
+        parent.front()
+        parent.wait_announced()
+        monkeypatch.setattr(parent.supervisor, "listener", SimpleNamespace(close=close))
+        os.kill(os.getpid(), signal.SIGINT)
+        for now in (False, True):
+            assert engine.hear(boundary.Stop) == boundary.Stop(now)
+
+    with pytest.raises(PenstockError, match="was ended by signal SIGKILL"):
+        parent.run(play)

@@ -615,3 +615,21 @@ def test_another_engine_continues_from_the_shared_store() -> None:
             assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
             assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
             assert not two.engine.snapshots.figures().known
+
+
+def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_may_go(tmp_path: Path) -> None:
+    with restarted(tmp_path) as server:
+        for name, prompt in (("first", PROMPT), ("second", OTHER)):
+            ask(server, prompt)
+            take(server, prompt=prompt, name=name)
+    with tiered(ssd_dir=tmp_path / "ssd", ssd_gib=0.00045) as server:
+        scanned(server)
+        assert [(one["id"], one["pinned"]) for one in all_of(server)["data"]] == [
+            ("first", True),
+            ("second", False),
+        ]
+        for name in ("second", "first"):
+            ask(server, MORE, snapshot=name)
+        fill(server)
+        server.http.post("/cache/flush?level=persisted")
+        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0]

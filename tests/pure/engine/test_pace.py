@@ -101,6 +101,15 @@ def test_what_scoring_takes_is_compared_with_steps_that_bring_nothing_up() -> No
     assert pace.scoring.seconds == 0.5
 
 
+def test_the_time_that_scoring_took_never_falls() -> None:
+    """It is a counter that operators read."""
+    cost = ScoringCost()
+    cost.add(1.0, scores=False)
+    for seconds in (1.5, 0.25):  # the second is quicker than a step that does not score
+        cost.add(seconds, scores=True)
+        assert cost.seconds == 0.5
+
+
 def test_what_scoring_costs_follows_the_newest_times_and_forgets_the_oldest() -> None:
     cost = ScoringCost()
     for seconds in (1.0, 2.0):

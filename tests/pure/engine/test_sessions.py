@@ -194,7 +194,31 @@ def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotte
     ] * 3
 
 
+def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> None:
+    world = World(known_blocks=20)
+    for number, tenant in enumerate(("one", "two", "two", "two")):
+        world.ends(str(number), talk(100 * number, 6), tenant)
+    assert (world.figures.known_blocks, world.figures.known) == (18, 3)
+    assert world.sessions.prefetch("two", "1") is None
+    assert world.sessions.prefetch("one", "0") is not None
+
+
 # -------------------------------------------------------------------------------------------------- retention
+
+
+def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> None:
+    world = World()
+    world.now_s += 0.5
+    world.ends("chat", talk(0, 3), retain_s=60)
+    assert world.figures.retained_blocks == 3
+    assert [want.prefix.keys for want in world.storage.wants] == [keys_of(talk(0, 3))]
+    world.now_s += 59.75
+    world.run()
+    assert world.storage.wants
+    world.now_s += 0.75  # the second in which it ends is over
+    world.run()
+    assert not world.storage.wants
+    assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
 
 
 def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> None:
@@ -412,19 +436,20 @@ def test_those_retained_are_looked_at_in_turn_one_in_a_round() -> None:
 
 @pytest.mark.parametrize(
     ("source", "num_left"),
-    [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0)],
+    [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0), (None, 5)],
 )
 def test_what_a_session_found_in_memory_is_not_its_own_to_release(
-    source: dict[str, int], num_left: int
+    source: dict[str, int] | None, num_left: int
 ) -> None:
-    """What came from a disk came for it."""
+    """What came from a disk came for it. None: it was cancelled before that was known, so all stays."""
     world = World()
     tokens = talk(0, 5)
     prefix = Prefix(b"-" * 32, keys_of(tokens))
     request = Request("r", tokens, SAMPLING, prefix, session="chat")
     listener = world.sessions.follow(request, "", module.CacheHint(release=True), lambda event: None)
-    listener(TokenEvent("r", source=KvSource(**source, computed=20 - sum(source.values()))))
-    listener(TokenEvent("r", finish=FinishReason.STOP))
+    if source is not None:
+        listener(TokenEvent("r", source=KvSource(**source, computed=20 - sum(source.values()))))
+    listener(TokenEvent("r", finish=FinishReason.CANCELLED if source is None else FinishReason.STOP))
     world.storage.kept.update(prefix.keys)
     world.run()
     assert world.storage.kept == set(prefix.keys[:num_left])

@@ -460,6 +460,24 @@ def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
     assert here.num_pinned == 0 and not here.on_disk and there.num_pinned == 2
 
 
+def test_one_whose_time_is_over_hides_no_other_of_its_name(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
+    """Before an engine has let it go: whether it is listed, asked for, or its name is taken again."""
+    here, there = machines
+    for name, ttl_s in (("listed", 5.0), ("found", 10.0), ("taken", 15.0)):
+        here.take(name, ttl_s=ttl_s)
+    clock.advance(5.0)
+    there.take("listed", TALK[: 2 * BLOCK])
+    assert "listed" in names(here)
+    clock.advance(5.0)
+    there.take("found", TALK[: 2 * BLOCK])
+    assert here.find("found").num_blocks == 2
+    clock.advance(5.0)
+    here.take("taken", TALK[: 2 * BLOCK])
+    assert here.find("taken").num_blocks == 2
+
+
 def test_one_whose_time_is_over_is_removed_only_while_it_is_there(
     machines: tuple[Machine, Machine], clock: HandClock
 ) -> None:

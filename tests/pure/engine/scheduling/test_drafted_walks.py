@@ -16,6 +16,7 @@ from penstock.contract import (
     Chunk,
     Fence,
     FinishReason,
+    Grammar,
     Prefix,
     Request,
     Sampled,
@@ -404,6 +405,27 @@ class Asks(Script):
         self.asked |= {one.life.request.id for one in requests}
         self.most |= {one.life.running.num_planned: one.most for one in requests if one.life.running}
         return [()] * len(requests)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
+    """No mask would apply to a draft."""
+    world = World(0, False, 64, 1.0, 0.0)
+    asks = world.script = world.scheduler._drafts.drafter = Asks(num_ahead)
+    for id, grammar in (("plain", None), ("shaped", Grammar("regex", "a*"))):
+        sampling = SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar)
+        request = Request(id, [1, 2, 3], sampling, world.cache.prefix_of([1, 2, 3]))
+        world.said[id] = Said(request, [n % 50 for n in range(40)])
+        world.scheduler.add(request)
+    rooms, run = list[tuple[str, int]](), world.run
+    world.run = lambda plan: rooms.extend((one.request_id, one.room) for one in plan.chunks) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    world.finish()
+    assert asks.asked == {"plain"} and {
+        id: max(room for one, room in rooms if one == id) for id in world.said
+    } == {
+        "plain": num_ahead,
+        "shaped": 0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -37,3 +37,13 @@ def test_accepted_are_the_drafts_that_an_answer_has(
         counts.accepted_by_place == [1] * num_accepted + [0] * (5 - num_accepted)
         and counts.drafted_by_place == [1] * 5
     )
+
+
+@pytest.mark.parametrize("finish", [FinishReason.CANCELLED, FinishReason.ERROR])
+def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_nowhere(
+    finish: FinishReason,
+) -> None:
+    counts = SchedulerCounts()
+    event = Events((STOP,), counts).of_end(life_of([7, 8]), finish)
+    assert (event.finish, event.source, event.prompt_logprobs) == (finish, None, None)
+    assert not any(counts.prompt_tokens.values())

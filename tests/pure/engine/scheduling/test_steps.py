@@ -12,8 +12,8 @@ import pytest
 
 from penstock.contract import Fence, FenceId, Request, SamplingParams, Start
 from penstock.engine.scheduling.stages import RunningRequest
-from penstock.engine.scheduling.steps import NextStep, Steps
-from tests.pure.engine.scheduling.staged import life_of, running_of
+from penstock.engine.scheduling.steps import NextStep, Sealing, Steps
+from tests.pure.engine.scheduling.staged import BLOCK, life_of, running_of
 
 
 @dataclass
@@ -150,3 +150,16 @@ def test_tables_are_given_back_behind_the_whole_step_that_was_launched_last() ->
     steps.launched(whole)  # type: ignore[arg-type]
     steps.release(after)  # type: ignore[arg-type]
     assert late.fences == after.fences == [whole] and steps.last_fence is whole
+
+
+def test_a_request_that_leaves_before_its_turn_has_its_blocks_sealed_all_the_same() -> None:
+    sealed = list[int]()
+    one = running("r", 2 * BLOCK + 1)
+    one.table.seal = lambda tokens, num, fence: sealed.append(num)  # type: ignore[method-assign]
+    sealing = Sealing(Steps(), BLOCK)
+    one.num_committed = 2 * BLOCK
+    sealing.filled(one, None)
+    assert not sealed, "no commit has begun"
+    sealing.finish(one)
+    sealing.finish(one)
+    assert sealed == [2 * BLOCK]
