@@ -54,7 +54,9 @@ def _function(node: Function, place: str) -> Iterator[Smell]:
 
 
 def _class(node: ast.ClassDef, place: str) -> Iterator[Smell]:
-    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+    # an overload is a type, not a method
+    methods = [item for item in functions if "overload" not in map(ast.unparse, item.decorator_list)]
     if not _is_data(node):  # a plain record has as many fields as its subject
         yield from _over(place, "attributes", len(_attributes(node)), MAX_ATTRIBUTES)
     yield from _over(place, "methods", len(methods), MAX_METHODS)

@@ -198,7 +198,7 @@ class Engine:
             return
         started = time.monotonic()
         self._inbox.wait(min(timeout_s, cache.look_again_s))
-        if self.parts.scheduler.awaits_load:
+        if self.parts.scheduler.running.num_loading:
             self._load_exposed_s += time.monotonic() - started
 
     def refuse(self, why: str) -> None:

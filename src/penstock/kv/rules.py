@@ -142,7 +142,7 @@ class LastWindow:
         return min(-(-num_tokens // size), kept - (-step_tokens // size) + _PARTIAL_BLOCKS)
 
     def num_available(self, pool: BlockPool) -> int:
-        return pool.num_available - pool.num_shared
+        return pool.num_available - pool.book.num_shared
 
     def num_taken(self, pool: BlockPool, slots: Run) -> int:
         return len(slots)

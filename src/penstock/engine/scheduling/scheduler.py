@@ -145,11 +145,6 @@ class Scheduler:
         waiting, running = len(line) - line.num_retracted, len(self.running) - loading
         return {"waiting": waiting, "loading": loading, "running": running, "retracted": line.num_retracted}
 
-    @property
-    def awaits_load(self) -> bool:
-        """True if the last plan left requests out because their KV is still being loaded."""
-        return self.running.num_loading > 0
-
     # --------------------------------------------------------------------------------------------------- plan
 
     def plan(self, reads_host: bool = True, is_unread: bool = False) -> Planned:

@@ -234,12 +234,6 @@ class BlockPool:
         return self.book.num_in[SlotState.FREE]
 
     @property
-    def num_shared(self) -> int:
-        """Slots that the holders of shared slots would need in addition if each had its own."""
-        num_in = self.book.num_in
-        return self.book.num_holds - num_in[SlotState.ACTIVE] - num_in[SlotState.RESERVED]
-
-    @property
     def num_unwanted(self) -> int:
         """Slots that can be reserved without evicting a wanted block."""
         return self.num_free + len(self.idle.others)

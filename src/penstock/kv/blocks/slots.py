@@ -105,6 +105,11 @@ class SlotBook:
         self.holds[run] += 1
         self.num_holds += len(run)
 
+    @property
+    def num_shared(self) -> int:
+        """Slots that the holders of shared slots would need in addition if each had its own."""
+        return self.num_holds - self.num_in[SlotState.ACTIVE] - self.num_in[SlotState.RESERVED]
+
     def those_in(self, state: SlotState, slots: Run) -> Run:
         those: Run = slots[self.state[slots] == state]
         return those
