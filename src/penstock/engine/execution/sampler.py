@@ -295,7 +295,7 @@ class Sampler:
         """`num_pending`: drafts per request that stay on the device for the next step. `eos_ids`: tokens that
         end an answer unless ignored."""
         num_rows, device = max_batch + 1, uploads.device  # one more row for padding
-        self._lane = lane
+        self.lane = lane
         self._uploads = uploads
         # the last token, and drafts after it
         self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)
@@ -335,8 +335,8 @@ class Sampler:
             self._ends[start.row] = self._uploads.send([*ends, *ends[:1] * (self._ends.shape[1] - len(ends))])
 
     def _require_lane(self) -> None:
-        if not self._lane.is_current():
-            raise InvariantBroken(f"the sampler's state is used outside lane {self._lane.name}")
+        if not self.lane.is_current():
+            raise InvariantBroken(f"the sampler's state is used outside lane {self.lane.name}")
 
     def sample(
         self,

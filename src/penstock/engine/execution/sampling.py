@@ -121,6 +121,9 @@ class SamplePass(Pass):
         for kind in SampleKind:
             if _is_captured(bucket, kind):
                 self._captured(bucket, kind)
+        logits = self._replays.get(bucket).flow.logits
+        if logits is not None:  # the first grammar must not wait for a kernel to be compiled
+            self.sampler.lane.submit(partial(_forbid_nothing, logits), label="masks").wait_done()
 
     def _captured(self, bucket: Shape, kind: SampleKind) -> CapturedPass:
         device, plan = self._uploads.device, kind.plan()
@@ -153,6 +156,11 @@ class SamplePass(Pass):
         tokens = captured.tensors[1]
         move(step.outputs.sampled, tokens)
         step.outputs.made = SampleOutput(tokens)
+
+
+def _forbid_nothing(logits: Tensor) -> None:
+    at, num_words = torch.zeros(1, dtype=torch.int64, device=logits.device), -(-logits.shape[-1] // 32)
+    Allowed(at, torch.full((1, num_words), -1, dtype=torch.int32, device=logits.device)).forbid(logits)
 
 
 def _is_captured(bucket: Shape, kind: SampleKind) -> bool:
