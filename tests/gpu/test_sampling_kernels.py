@@ -20,7 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     )
 
 from penstock.engine.execution import triton_steps  # noqa: E402
-from penstock.engine.execution.sampler import gumbel_noise, token_logprobs  # noqa: E402
+from penstock.engine.execution.sampler import Allowed, gumbel_noise, token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +54,17 @@ def test_noise_takes_keys_that_do_not_lie_in_one_piece() -> None:
     assert torch.equal(
         triton_steps.gumbel_noise(keys[:, ::2], BLOCK), triton_steps.gumbel_noise(keys[:, ::2].clone(), BLOCK)
     )
+
+
+@pytest.mark.parametrize("vocab", [31, 32, BLOCK + 5])
+def test_forbidden_tokens_are_minus_infinity_and_other_rows_as_they_were(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=generator)
+    words = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=generator).to(torch.int32)
+    at, found = torch.tensor([4, 1]), logits.to(DEVICE)
+    triton_steps.forbid(found, at.to(DEVICE), words.to(DEVICE))
+    Allowed(at, words).forbid(logits)
+    assert torch.equal(found.cpu(), logits) and torch.isinf(logits).any(dim=1).tolist() == [0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("num", [0, 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 7])
