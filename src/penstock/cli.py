@@ -26,6 +26,8 @@ from penstock.flags import (
     config_of,
     engine_flags,
     new_file,
+    number,
+    positive,
     sampling_flags,
     sampling_of,
     without_secrets,
@@ -100,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
+    _add_demo(commands)
     add_bench(commands, _run)
     _add_cache(commands)
     _add_doctor(commands)
@@ -156,6 +159,20 @@ def _add_chat(commands: Any) -> None:
     sampling_flags(parser, temperature=0.7, max_tokens=1024)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     parser.set_defaults(run=_write, command="chat")
+
+
+def _add_demo(commands: Any) -> None:
+    about = (
+        "Show in a minute what Penstock is for: a question about a long document, computed, and again with "
+        "its KV from host memory, from disk after a restart, and from a store shared with another engine."
+    )
+    parser = commands.add_parser("demo", help="see what it is for, in a minute", description=about)
+    add_flags(parser, "model", "load_format", "device", "dtype", "weights", "deterministic")
+    add_flags(parser, "kv_offload_ssd_dir")
+    text = "tokens of the document, cut or repeated (unset: all of it, some 2,000)"
+    number(parser, "--tokens", text, kind=positive)
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there")
+    parser.set_defaults(run=_run, command="demo")
 
 
 def _add_cache(commands: Any) -> None:

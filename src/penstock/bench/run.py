@@ -1,23 +1,17 @@
 """What measurements have in common: random prompts, an engine driven from the calling thread, sizes that do
-not fit, a temporary directory. Owns the clock of a measurement, not the measurement."""
+not fit. Owns the clock of a measurement, not the measurement."""
 
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import shutil
-import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,7 +29,6 @@ RESET_POLL_S = 0.001
 TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
 FLUSH_S = 60.0
 READY_POLL_S = 0.01
-_REMOVE_S = 5.0  # for a directory that is still being written to
 # The tier that other engines share: it is never emptied, and their blocks are never found.
 SHARED = "remote"
 
@@ -271,57 +264,3 @@ def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...])
         more = source.integers(0, vocab, (num - len(prompts), num_tokens)).tolist()
         prompts |= dict.fromkeys(map(tuple, more))
     return [list(prompt) for prompt in prompts]
-
-
-# -------------------------------------------------------------------------------------- a temporary directory
-
-
-@contextmanager
-def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
-    """`config` with an empty directory in place of its own, inside that or in its nearest existing parent: on
-    the same file system. If it has none and one is `needed`, among temporary files."""
-    given = config.offload.ssd_dir
-    if given is None and not needed:
-        yield config
-        return
-    path = Path(given or tempfile.gettempdir()).absolute()
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"--kv-offload-ssd-dir {path} is not a directory")
-    try:
-        near = next(folder for folder in (path, *path.parents) if folder.is_dir())
-        folder = Path(tempfile.mkdtemp(prefix="penstock-bench-", dir=near))
-    except OSError as error:
-        raise ConfigError(f"no directory can be made near {given}: {error.strerror}") from error
-    with _ended_by_sigterm():
-        try:
-            yield replace(config, offload=replace(config.offload, ssd_dir=str(folder)))
-        finally:
-            # lanes of an engine that was interrupted may still write their last blocks into it
-            by_s = time.monotonic() + _REMOVE_S
-            while folder.exists() and time.monotonic() < by_s:
-                shutil.rmtree(folder, ignore_errors=True)
-                time.sleep(RESET_POLL_S)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """While it lasts, SIGTERM unwinds the process like Ctrl-C, so that what fills a disk is removed. Then the
-    process ends at once: threads of an interrupted engine may wait for each other."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ended: list[int] = []
-
-    def end(number: int, frame: Any) -> None:
-        ended.append(number)
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if ended:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(128 + signal.SIGTERM)

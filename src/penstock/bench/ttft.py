@@ -1,17 +1,15 @@
 """Time to first token: cold, with the prefix in one tier only, and from the disk after a restart. Owns the
-proof that the named tier served the prefix, and the processes of a restart."""
+proof that the named tier served the prefix."""
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
-import signal
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from penstock.bench.child import run_in_process
 from penstock.bench.report import Column, Results, Row, draw_points, figure
 from penstock.bench.run import WARM_UP, Driver, measure_each, runs
 from penstock.config import Config
@@ -19,7 +17,7 @@ from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import settle_process
-from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StepFailed
+from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.models.progress import Progress
 
 NEW_TOKENS = 16  # new tokens of the follow-up, after the cached prompt
@@ -243,7 +241,7 @@ class RestartBench:
     ) -> list[Row]:
         """What the second process does. `num_blocks`: on disk; `before`: samples of the first, by length."""
         driver = _driver(config, salt, progress)
-        scan_s, rows = _wait_scanned(driver.engine, num_blocks), []
+        scan_s, rows = wait_scanned(driver.engine, num_blocks), []
         driver.wait_ready()
         for length in self.lengths:
             expected = reusable(length, length, config.kv.block_tokens)
@@ -272,7 +270,7 @@ def _driver(config: Config, salt: str, progress: Progress) -> Driver:
     return Driver(engine, config, progress, salt)
 
 
-def _wait_scanned(engine: Engine, num_blocks: int) -> float:
+def wait_scanned(engine: Engine, num_blocks: int) -> float:
     """Until the disk's index has all that was there; returns how long that took."""
     started = time.perf_counter()
     while (found := engine.stats().kv_blocks["ssd"]["used"]) < num_blocks:
@@ -282,39 +280,3 @@ def _wait_scanned(engine: Engine, num_blocks: int) -> float:
             )
         time.sleep(SCAN_POLL_S)
     return time.perf_counter() - started
-
-
-def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], progress: Progress) -> Any:
-    """What `work` returns in a new process that has nothing of this one; its progress is shown here."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, work, args), name="penstock-bench")
-    process.start()
-    theirs.close()
-    try:
-        while (said := ours.recv())[0] == "progress":
-            progress(*said[1:])
-    except EOFError:
-        process.join()
-        raise StepFailed(
-            f"a process of the measurement ended with code {process.exitcode} and without a result"
-        ) from None
-    finally:
-        process.kill()  # it has nothing more to do
-        process.join()
-        ours.close()
-    kind, result, *message = said
-    if kind == "result":
-        return result
-    try:
-        raise result(*message)
-    except TypeError:  # that kind is not made from a message alone
-        raise StepFailed(*message) from None
-
-
-def _serve(pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent's word counts
-    try:
-        pipe.send(("result", work(*args, lambda *said: pipe.send(("progress", *said)))))
-    except PenstockError as error:
-        pipe.send(("error", type(error), f"{error}"))

@@ -23,7 +23,8 @@ from penstock.bench.report import (
     require_matplotlib,
     write_json,
 )
-from penstock.bench.run import Bench, Driver, scratch_ssd
+from penstock.bench.run import Bench, Driver
+from penstock.bench.scratch import scratch_ssd
 from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.trace_files import Asking, read_conversations, select
 from penstock.bench.transfer import TransferBench, dimensions_of

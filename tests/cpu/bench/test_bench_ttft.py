@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bench.run import Driver, scratch_ssd
-from penstock.bench.ttft import NEW_TOKENS, RestartBench, TtftBench, run_in_process
+from penstock.bench.child import run_in_process
+from penstock.bench.run import Driver
+from penstock.bench.scratch import scratch_ssd
+from penstock.bench.ttft import NEW_TOKENS, RestartBench, TtftBench
 from penstock.cli import main
 from penstock.config import GIB, Config, OffloadConfig
 from penstock.contract import KvSource
