@@ -39,23 +39,25 @@ from penstock.errors import InvariantBroken, StoreFailed
 from penstock.flags import SETTINGS, typed
 from penstock.progress import plain_console
 
-ABOUT = "One question, asked again and again. Only where the KV of its long document is differs."
+ABOUT = "A question about a long document; what changes is where its KV is."
 _DISK = "~/.cache/penstock/kv"
 
 
 def run(args: Namespace, config: Config) -> int:
     """Files first, then the verdict: what is wrong is the last line."""
     began_s, out = time.monotonic(), Console(highlight=False)
-    plain_console().print(ABOUT)
-    with scratch_ssd(config, needed=True) as config, view_for(out) as view:
-        runs, no_store = _runs(args, config, view)
+    with scratch_ssd(config, needed=True) as config:
+        plain_console().print(ABOUT)
+        with view_for(out) as view:
+            runs, no_store = _runs(args, config, view)
     answers = [answer for one in runs for answer in one.answers]
-    wrong = difference(answers) or unserved(answers)
+    differs = difference(answers)
+    wrong = differs or unserved(answers)
     if args.json is not None:
         store = {"program": None if no_store else store_program(), "missing": no_store}
-        found = {"identical": difference(answers) is None, "store": store, **_figures(runs)}
+        found = {"identical": differs is None, "store": store, **_figures(runs)}
         write_json(args.json, "demo", runs[0].measured_on | found | {"wall_s": time.monotonic() - began_s})
-    out.print(verdict(answers, out), soft_wrap=not out.is_terminal)
+    out.print(verdict(answers, out, differs is None), soft_wrap=not out.is_terminal)
     if wrong is not None:
         raise InvariantBroken(f"{wrong}; on a CPU, --deterministic excludes differences by rounding")
     plain_console().print("\n".join(["", "Next:", *(f"  {line}" for line in next_commands(args, runs[0]))]))

@@ -27,6 +27,7 @@ from penstock.models.tokenizer import TextCodec
 
 ANSWER_TOKENS = 40
 ASKED_TOKENS = 512  # room for the question and the answer
+TOKEN_CHARS = 4  # of the story; models need fewer tokens for it
 FLUSH_S = 60.0
 POLL_S = 0.01
 
@@ -71,10 +72,11 @@ def _running(config: Config, progress: Progress) -> Iterator[Engine]:
 
 
 def _sized(config: Config, tokens: int | None) -> Config:
-    """As much host memory as is needed: preparing the default's gigabytes would run beside the figures."""
+    """Host memory for four such prompts: a quarter of it may be on its way to disk and store. Preparing the
+    default's gigabytes would run beside the figures."""
     facts = inspect_model(config.source, config.engine.max_model_len)
     layout = layout_for(config, facts.config, torch.device(device_of(config)))
-    most = ASKED_TOKENS + (len(story()) if tokens is None else tokens)
+    most = 4 * (ASKED_TOKENS + (tokens or len(story()) // TOKEN_CHARS))
     gib = (most / layout.block_tokens + 1) * layout.block_bytes / GIB
     return replace(config, offload=replace(config.offload, host_gib=gib))
 

@@ -21,7 +21,8 @@ _BAR = (10, 40)  # characters
 _SCALE_S = 4.0  # what a full bar is at first, while nothing is known
 _REFRESHED = 12  # times a second
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_FIXED = 60  # columns that the bars leave to the rest
+_TITLE, _SECONDS, _RATIO, _REUSED, _COMPUTED = 23, 7, 6, 12, 8  # widths of the other columns
+_FIXED = _TITLE + _SECONDS + _RATIO + _REUSED + _COMPUTED + 10  # with the space between them
 
 
 class DemoView(Protocol):
@@ -55,7 +56,7 @@ def seconds(value_s: float) -> str:
 
 
 def times(value: float) -> str:
-    return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
+    return f"{value:.1f}x" if 1 != value < 10 else f"{value:.0f}x"
 
 
 def printable(text: str) -> str:
@@ -72,35 +73,34 @@ def bar(share: float, width: int) -> str:
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()
 
 
-class Drawn:
-    """The table of bars, of answers so far and of one that is awaited."""
+def bars(
+    answers: Sequence[DemoAnswer], width: int, waiting: DemoStage | None = None, waited_s: float = 0.0
+) -> Table:
+    """Answers so far, and one that is awaited, as wide as a console of `width`."""
+    most = max(_BAR[0], min(_BAR[1], width - _FIXED))
+    table = _empty(most)
+    cold_s = answers[0].ttft_s if answers else max(_SCALE_S, waited_s)
+    for number, answer in enumerate(answers, 1):
+        title = f"{number} {answer.stage.title}"
+        line = Text(bar(answer.ttft_s / cold_s, most), "red" if answer.stage.tier is None else "green")
+        ratio = Text(times(factor(answers[0], answer)), "bold")
+        origin = answer.reused or "-", f"{answer.source.computed:,}"
+        table.add_row(title, line, seconds(answer.ttft_s), ratio, *origin)
+    if waiting is not None:
+        line = Text(bar(waited_s / cold_s, most), "yellow")
+        table.add_row(f"{len(answers) + 1} {waiting.title}", line, f"{waited_s:.1f} s")
+    return table
 
-    def __init__(self, answers: Sequence[DemoAnswer], width: int) -> None:
-        self._answers = answers
-        self._bar = max(_BAR[0], min(_BAR[1], width - _FIXED))
-        self._table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        for title in ("", "time to first token"):
-            self._table.add_column(title, no_wrap=True)
-        for title in ("", "cold/this"):
-            self._table.add_column(title, no_wrap=True, justify="right")
-        self._table.add_column("reused from")
-        self._table.add_column("computed", no_wrap=True, justify="right")
 
-    def table(self, waiting: DemoStage | None = None, waited_s: float = 0.0) -> Table:
-        cold_s = self._answers[0].ttft_s if self._answers else max(_SCALE_S, waited_s)
-        for number, answer in enumerate(self._answers, 1):
-            style = "red" if answer.stage.tier is None else "green"
-            line = Text(bar(answer.ttft_s / cold_s, self._bar), style)
-            ratio = Text(times(factor(self._answers[0], answer)), "bold")
-            origin = answer.reused or "-", f"{answer.source.computed:,}"
-            self._table.add_row(
-                f"{number} {answer.stage.title}", line, seconds(answer.ttft_s), ratio, *origin
-            )
-        if waiting is not None:
-            line = Text(bar(waited_s / cold_s, self._bar).ljust(self._bar), "yellow")
-            title = f"{len(self._answers) + 1} {waiting.title}"
-            self._table.add_row(title, line, f"{waited_s:.1f} s", "", "", "")
-        return self._table
+def _empty(most: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title, width in (("", _TITLE), ("first token", most)):
+        table.add_column(title, width=width, no_wrap=True)
+    for title, width in (("", _SECONDS), ("faster", _RATIO)):
+        table.add_column(title, width=width, no_wrap=True, justify="right")
+    table.add_column("reused from", width=_REUSED)
+    table.add_column("computed", width=_COMPUTED, no_wrap=True, justify="right")
+    return table
 
 
 class BarView:
@@ -152,7 +152,7 @@ class BarView:
         with self._lock:
             now_s = time.monotonic()
             waited_s = now_s - self._asked_s if self._ttft_s is None else self._ttft_s
-            table = Drawn(self._answers, self._console.width).table(self._waiting, waited_s)
+            table = bars(self._answers, self._console.width, self._waiting, waited_s)
             status = f"{self._status} ({now_s - self._stage_s:.0f} s)" if self._status else ""
         return Group(table, Text(status, "dim", no_wrap=True, overflow="ellipsis"))
 
@@ -205,14 +205,16 @@ def line(answer: DemoAnswer, cold: DemoAnswer) -> str:
 # ---------------------------------------------------------------------------------------------------- the end
 
 
-def verdict(answers: Sequence[DemoAnswer], console: Console) -> RenderableType:
-    """The answers, one below the other, and that they are the same."""
+def verdict(answers: Sequence[DemoAnswer], console: Console, identical: bool = True) -> RenderableType:
+    """The answers, one below the other, and whether they are the same."""
     same = [answer for answer in answers if answer.stage.question == answers[0].stage.question]
     lines = [Text(answers[0].stage.question, "bold")]
     lines += [_answer_line(answers, answer) for answer in same]
     mark = "✓ " if console.encoding.startswith("utf") else ""
     ok = f"{mark}identical, compared token by token: {len(same)} answers of {len(same[0].tokens)} tokens"
-    lines.append(Text(ok, "green"))
+    lines.append(
+        Text(ok, "green") if identical else Text("NOT IDENTICAL, compared token by token", "bold red")
+    )
     for answer in answers:
         if answer not in same:
             lines += [Text(answer.stage.question, "bold"), _answer_line(answers, answer)]
