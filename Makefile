@@ -24,11 +24,12 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev serve chat test clients soak needles crash fuzz mutants test-padded test-gpu lint format types size trace bench clean
+.PHONY: help setup setup-dev demo demo-picture serve chat test clients soak needles crash fuzz mutants test-padded test-gpu lint format types size trace bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve      set up, then serve a model on http://127.0.0.1:8000   (options: make serve ARGS='--port 9000')"
+	@echo "make demo       set up, then see in a minute what it is for   (options: make demo ARGS='--device cuda --tokens 8000')"
 	@echo "make chat       set up, then chat in the terminal"
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
 	@echo "make needles    needles in long contexts with six percent of them on the device (options: make needles NEEDLE_LENGTHS=262144,524288)"
@@ -40,6 +41,7 @@ help:
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
+	@echo "make demo-picture  docs/pictures/demo.svg anew, from a run on this machine"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
 	@echo "make lint types format size trace clean"
 
@@ -75,6 +77,15 @@ setup-dev: $(VENV)/.setup-dev
 
 serve: setup
 	$(BIN)/penstock serve $(ARGS)
+
+demo: setup
+	$(BIN)/penstock demo $(ARGS)
+
+# Best on a machine that does nothing else, with valkey-server on PATH.
+demo-picture: setup
+	$(BIN)/penstock demo --json $(VENV)/demo.json $(ARGS)
+	PYTHONPATH=src $(BIN)/python tools/demo_picture.py $(VENV)/demo.json docs/pictures/demo.svg
+	rm $(VENV)/demo.json
 
 chat: setup
 	$(BIN)/penstock chat $(ARGS)

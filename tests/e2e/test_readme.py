@@ -62,6 +62,8 @@ def run_setup_target(command: str, url: str) -> None:
     planned = subprocess.run(
         ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
     )
+    if target == "demo":  # tests/e2e/cli/test_demo.py runs it
+        assert "penstock demo" in planned.stdout
     if target == "test":
         assert "-m pytest" in planned.stdout and "ruff check" in planned.stdout and "mypy" in planned.stdout
         assert "make test" in (ROOT / ".ci" / "run").read_text()
@@ -114,7 +116,7 @@ def run(words: list[str], typed: str = "") -> str:
 
 
 RUNNERS: dict[str, Callable[[str, str], None]] = {
-    r"make (setup|test)": run_setup_target,
+    r"make (setup|test|demo)": run_setup_target,
     r"make serve": run_serve,
     r"make chat": run_chat,
     r"curl .*": ask,

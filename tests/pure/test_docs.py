@@ -31,7 +31,7 @@ def commands(text: str) -> list[str]:
 def penstock_arguments(command: str) -> list[str] | None:
     """What the command gives to penstock; None: it is another command."""
     words = shlex.split(command.partition(" < ")[0], comments=True)
-    if words[:2] in (["make", "serve"], ["make", "chat"], ["make", "bench"]):
+    if words[:2] in (["make", "serve"], ["make", "chat"], ["make", "demo"], ["make", "bench"]):
         given = [word.removeprefix("ARGS=") for word in words[2:]]
         return [words[1], *shlex.split(" ".join(given))]
     while words and "=" in words[0]:

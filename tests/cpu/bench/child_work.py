@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 from penstock.errors import ConfigError, IllegalTransition
 
+# as this is imported, before the work begins
+HELD_AT_START = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
 
 def fail(message: str, progress: Any) -> NoReturn:
     raise ConfigError(message)
@@ -31,3 +34,8 @@ def interrupted(progress: Any) -> str:
     """As by a terminal, which tells all of its processes."""
     os.kill(os.getpid(), signal.SIGINT)
     return "went on"
+
+
+def held(progress: Any) -> tuple[bool, bool]:
+    """Whether Ctrl-C waits: at the start, and now."""
+    return HELD_AT_START, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())

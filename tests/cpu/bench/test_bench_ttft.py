@@ -221,6 +221,7 @@ def test_errors_progress_and_results_come_from_another_process() -> None:
     assert run_in_process(child_work.say, (2,), lambda *said: told.append(said)) != os.getpid()
     assert told == [("working", 0, 2), ("working", 1, 2)]
     assert run_in_process(child_work.interrupted, (), silent) == "went on"  # Ctrl-C is for the parent
+    assert run_in_process(child_work.held, (), silent) == (True, False)  # also before it can ignore it
 
 
 def test_a_scratch_directory_lies_near_the_one_that_is_named_and_is_removed(
