@@ -2,13 +2,14 @@
 take turns every few steps. Shown are medians of rounds, each against the plain one beside it. `again` is a
 second plain engine: what differs by chance.
 
-python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json python
-benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json
-bench_results/speculation-h200.json python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf
---model PATH.gguf python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda
---proposers plain,ngram,again --kinds loops python benchmarks/speculation.py --device cuda --proposers
-plain,mtp,again --batches 8,32 --formed 2 python benchmarks/speculation.py --shown
-bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
+    python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json
+    python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json FILE
+    python benchmarks/speculation.py --model LARGE.gguf --proposers plain,draft:SMALL.gguf --kinds code
+    python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --kinds loops
+    python benchmarks/speculation.py --device cuda --proposers plain,mtp,again --batches 8,32 --formed 2
+    python benchmarks/speculation.py --shown FILE --plot docs/pictures/speculation-h200.svg
+
+`tools/parts/weights.py` fetches two real models: qwen2.5-coder-1.5b, and qwen2.5-coder-0.5b for drafts.
 
 On a CPU give one proposer to each process: several engines in one have more threads than there are cores, and
 slow each other down.

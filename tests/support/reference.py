@@ -1,5 +1,5 @@
-"""The embedded model as `transformers` runs it: the reference of parity tests. Owns its loading in bearable
-time; changes no number."""
+"""The embedded model, or another GGUF file, as `transformers` runs it: the reference of parity tests. Owns
+its loading in bearable time; changes no number."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,17 +18,17 @@ from penstock.models.embedded import embedded_file
 
 
 @functools.cache
-def reference_model() -> Any:
-    """SmolLM2 in float32, from the same GGUF file; loaded once per process."""
-    path = embedded_file()
+def reference_model(path: Path | None = None) -> Any:
+    """SmolLM2, or another GGUF file, in float32; loaded once per process."""
+    path = path or embedded_file()
     with _read_once():
         loader = _transformers().AutoModelForCausalLM
         return loader.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @functools.cache
-def reference_tokenizer() -> Any:
-    path = embedded_file()
+def reference_tokenizer(path: Path | None = None) -> Any:
+    path = path or embedded_file()
     with _read_once():
         return _transformers().AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 

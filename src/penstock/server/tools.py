@@ -409,12 +409,9 @@ def format_of(
     if reader == "none" and forced is None and not thinks:
         return None
     begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(THINK[0])
-    names = (
-        frozenset(tool.function.name for tool in asking.tools)
-        if is_formed and asking.choice == "auto"
-        else None
-    )
-    return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1, names)
+    names = frozenset(tool.function.name for tool in asking.shown)
+    most = None if asking.parallel else 1
+    return AnswerFormat(reader, forced, thinks, begun, most, names, is_formed and asking.choice == "auto")
 
 
 def reader_of(asking: ToolRequest, config: ServerConfig, tokenizer: TextCodec) -> str:

@@ -345,12 +345,12 @@ class AnswerFormat(NamedTuple):
     thinks: bool  # reasoning may come first
     begun: bool  # the prompt has already opened it
     most_calls: int | None
-    # of the tools, if a grammar makes the answer either calls or content
-    names: frozenset[str] | None = None
+    names: frozenset[str] = frozenset()  # of the tools
+    is_formed: bool = False  # a grammar makes the answer either calls of these or content
 
     def parser(self) -> MessageParser:
-        parser = MessageParser(self.most_calls, self.names)
-        if self.names is not None:
+        parser = MessageParser(self.most_calls, self.names if self.is_formed else None, self.names)
+        if self.is_formed:
             reading = calls_or_content(parser, self.reader)
         else:
             reading = (

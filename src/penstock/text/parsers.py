@@ -17,6 +17,8 @@ from typing import Literal, TypeVar
 from penstock.contract import THINK_MARKS
 
 _BLANK = " \n\r\t"
+_AROUND = _BLANK + "[],;`"  # calls without markers
+_FENCED = ("json", "tool_call")  # words behind the fence of a block
 _ARGUMENTS = ("arguments", "parameters")  # names of the field in different models
 
 HERMES = ("<tool_call>", "</tool_call>")
@@ -56,10 +58,16 @@ class MessageParser:
     """One choice's message, as its text comes. Its reading emits the parts in the order in which they were
     written."""
 
-    def __init__(self, most_calls: int | None = None, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        most_calls: int | None = None,
+        names: Collection[str] | None = None,
+        tools: Collection[str] = (),
+    ) -> None:
         """Calls after the first `most_calls` are dropped. `names`: only an object with one of these names is
-        a call."""
+        a call. `tools`: an object with one of these names may be a call where no marker announces it."""
         self.names = names
+        self.tools = tools
         self.num_calls = 0
         self.in_call = False  # the last call is not over
         self._most = most_calls
@@ -173,11 +181,17 @@ class JsonCall:
     """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are emitted
     as they come once the name is known."""
 
-    def __init__(self, sink: MessageParser) -> None:
+    def __init__(self, sink: MessageParser, names: Collection[str] | None = None) -> None:
+        """`names`: no marker announces a call, so it has one of these and, after it, `arguments`. A list of
+        tools is none."""
         self._sink = sink
+        self._names = sink.names if names is None else names
+        self._is_unmarked = names is not None
+        self._name = ""  # not emitted yet
         self._raw: list[str] = ["{"]
         self._named = False  # the name has been emitted and cannot be taken back
         self._arguments: str | None = None
+        self.is_cut = False  # the text ended inside
 
     def read(self) -> Reading[str | None]:
         """Reads from after its brace. None: it was a call. Otherwise its text, or empty if that is lost."""
@@ -196,6 +210,8 @@ class JsonCall:
                 or not (first := (yield from self._behind_blanks()))
             ):
                 break
+            if key == "arguments" and self._name:
+                self._emit()
             text, character = yield from self._value(first, streamed=key in _ARGUMENTS and self._named)
             if not character or not self._take(key, text.strip()):
                 break
@@ -209,6 +225,7 @@ class JsonCall:
     def _next(self) -> Reading[str]:
         character = yield
         self._raw.append(character)
+        self.is_cut = not character
         return character
 
     def _behind_blanks(self) -> Reading[str]:
@@ -232,13 +249,18 @@ class JsonCall:
             character = yield from self._next()
         return text, character
 
+    def _emit(self) -> None:
+        self._sink.call(self._name)
+        self._name, self._named = "", True
+
     def _take(self, key: str, text: str) -> bool:
         if key == "name" and not self._named:
-            if not (name := _loaded(text)) or (self._sink.names is not None and name not in self._sink.names):
+            if not (name := _loaded(text)) or (self._names is not None and name not in self._names):
                 return False
-            self._sink.call(name)
-            self._named = True
-            if self._arguments is not None:
+            self._name = name
+            if not self._is_unmarked:
+                self._emit()
+            if self._named and self._arguments is not None:
                 self._sink.arguments(self._arguments)
         elif key in _ARGUMENTS:
             given_out = self._named and text.startswith("{")
@@ -298,8 +320,26 @@ def named_call(sink: MessageParser, name: str) -> Reading[None]:
             sink.end_call()
 
 
+def _unmarked_calls(sink: MessageParser) -> Reading[tuple[str, bool]]:
+    """Calls of `sink.tools` that begin a text without a marker, bare or in fences of Markdown, as small
+    models write them. Returns the text behind them that it has read, and whether there is no more."""
+    held, over = "", False
+    while sink.tools and not over and any(word.startswith(held.strip(_AROUND)) for word in _FENCED):
+        if not (character := (yield)):
+            over = True
+        elif character != "{":
+            held += character
+        elif (said := (yield from (call := JsonCall(sink, sink.tools)).read())) is None:
+            held = ""
+        else:
+            held, over = held + said, call.is_cut
+            break
+    return held.lstrip(_AROUND) if sink.num_calls else held, over
+
+
 def hermes_calls(sink: MessageParser) -> Reading[None]:
     """Calls between markers, content around them: Hermes and Qwen."""
+    held, is_over = yield from _unmarked_calls(sink)
     blanks = ""  # between or after calls: not content
 
     def say(character: str) -> None:
@@ -310,8 +350,11 @@ def hermes_calls(sink: MessageParser) -> Reading[None]:
             sink.content(blanks + character)
             blanks = ""
 
-    while (yield from _until(HERMES[0], say)):
-        blanks, calls = "", FedReading(json_calls(sink))
+    if is_over:
+        sink.content(held)
+        return
+    while (yield from _until(HERMES[0], say, held)):
+        held, blanks, calls = "", "", FedReading(json_calls(sink))
         over = not (yield from _until(HERMES[1], calls.push))
         calls.push("", last=True)
         if over:

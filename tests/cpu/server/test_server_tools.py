@@ -93,7 +93,9 @@ def test_flags_choose_the_parsers() -> None:
     for text, template, flags, num_calls, reasoning in (
         ('{"name": "now", "arguments": {}}', None, {"tool_call_parser": "json"}, 1, ""),
         ('{"name": "now", "arguments": {}}', None, {"tool_call_parser": "none"}, 0, ""),
-        ('{"name": "now", "arguments": {}}', None, {"tool_call_parser": "hermes"}, 0, ""),
+        ('{"name": "now", "arguments": {}}', None, {"tool_call_parser": "hermes"}, 1, ""),
+        ('{"name": "now", "parameters": {}}', None, {"tool_call_parser": "hermes"}, 0, ""),
+        ('{"name": "now", "parameters": {}}', None, {"tool_call_parser": "json"}, 1, ""),
         ("<think>hm</think>Hi", THINKS, {"reasoning_parser": "none"}, 0, ""),
         ("<think>hm</think>Hi", None, {"reasoning_parser": "auto"}, 0, ""),
         ("<think>hm</think>Hi", None, {"reasoning_parser": "think"}, 0, "hm"),

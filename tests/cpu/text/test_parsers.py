@@ -25,8 +25,9 @@ def parse(
     begun: bool = False,
     most: int | None = None,
     names: list[str] | None = None,
+    tools: tuple[str, ...] = (),
 ) -> Message:
-    parser = MessageParser(most, names)
+    parser = MessageParser(most, names, tools)
     reading = (
         named_call(parser, "forced")
         if kind == "forced"
@@ -83,6 +84,38 @@ def test_an_answer_in_a_form_that_spells_a_call_or_has_a_name_is_no_call(kind: s
 def test_beside_a_form_a_call_of_a_tool_is_a_call(kind: str, text: str) -> None:
     for pieces in ([text], list(text), ["\n ", text]):
         assert parse(kind, pieces, names=["now"]) == Message("", "", [("now", "{}")])
+
+
+F = '{"name": "f", "arguments": {"a": "```"}}'
+CALL = ("f", '{"a": "```"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (F, Message("", "", [CALL])),
+        (f"```json\n{F}\n```", Message("", "", [CALL])),
+        (f"\n```\n{F}\n{F}\n```\n", Message("", "", [CALL, CALL])),
+        (f"```tool_call\n{F}\n```\n\n```json\n[{F},\n{F}]\n```", Message("", "", [CALL] * 3)),
+        (f"{F}\n<tool_call>{F}</tool_call>", Message("", "", [CALL, CALL])),
+        (f"```json\n{F}\n```\nThis asks for it.", Message("This asks for it.", "", [CALL])),
+        (f"Do this:\n```json\n{F}\n```", Message(f"Do this:\n```json\n{F}\n```", "", [])),
+        (F.replace('"f"', '"g"'), Message(F.replace('"f"', '"g"'), "", [])),
+        ('{"name": "f"}', Message('{"name": "f"}', "", [])),
+        ('[{"name": "f", "parameters": {}}]', Message('[{"name": "f", "parameters": {}}]', "", [])),
+        *(
+            (text, Message(text, "", []))
+            for text in ("```", "json", "[1] `a`", '```json\n{"a": "<', "{", "", "[")
+        ),
+    ],
+)
+def test_a_call_of_a_tool_that_begins_a_text_needs_no_marker(text: str, said: Message) -> None:
+    for pieces in ([text], list(text)):
+        assert parse("hermes", pieces, tools=("f",)) == said
+
+
+def test_without_tools_an_object_is_content() -> None:
+    assert parse("hermes", [F]) == Message(F, "", [])
 
 
 @pytest.mark.parametrize(
