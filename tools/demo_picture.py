@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from penstock.commands import demo_stages
-from penstock.commands.demo_stages import DemoAnswer, DemoStage
+from penstock.commands.demo import ABOUT
+from penstock.commands.demo_stages import DemoAnswer, DemoStage, story
 from penstock.commands.demo_view import bars, verdict
 from penstock.contract import KvSource
 
-COLUMNS = 92
+COLUMNS = 94
 STAGES = {one.name: one for one in vars(demo_stages).values() if isinstance(one, DemoStage)}
 
 
@@ -30,13 +32,18 @@ def main(report: Path, picture: Path) -> None:
     console = Console(
         width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    machine = found["machine"]
-    where = (
-        machine["gpus"][0]["name"]
-        if found["device"] == "cuda"
-        else f"{machine['cpu']}, {machine['threads']} threads"
-    )
-    console.print(f"[bold]$ penstock demo[/]  [dim]{found['model']} on {where}[/]\n", highlight=False)
+    machine, title = found["machine"], story().partition("\n")[0]
+    where = f"{machine['cpu']}, threads: {machine['threads']}"
+    if found["device"] == "cuda":
+        where = machine["gpus"][0]["name"]
+    document = f"the document: {title}, {found['document_tokens']:,} tokens"
+    for line, style in (
+        ("$ penstock demo", "bold"),
+        (ABOUT, ""),
+        (f"{found['model']} on {where}; {document}", "dim"),
+    ):
+        console.print(Text(line, style))
+    console.print()
     console.print(bars(answers, COLUMNS))
     console.print()
     console.print(verdict(answers, console))

@@ -194,10 +194,12 @@ class LineView:
 
 def line(answer: DemoAnswer, cold: DemoAnswer) -> str:
     """All figures of an answer."""
-    ratio = "" if answer.stage == COLD else f" ({times(factor(cold, answer))} faster than cold)"
+    ratio, than = factor(cold, answer), ""
+    if answer.stage != COLD:
+        than = f" ({times(max(ratio, 1 / ratio))} {'faster' if ratio >= 1 else 'slower'} than cold)"
     origin = ", ".join(filter(None, (answer.reused, f"{answer.source.computed:,} computed")))
     return (
-        f"{answer.stage.title}: first token after {seconds(answer.ttft_s)}{ratio}; "
+        f"{answer.stage.title}: first token after {seconds(answer.ttft_s)}{than}; "
         f"{answer.prompt_tokens:,} prompt tokens: {origin}"
     )
 
