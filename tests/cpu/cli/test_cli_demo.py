@@ -175,7 +175,7 @@ def test_a_table_of_bars_has_every_figure_at_any_width(columns):
 
 def test_bars_are_as_long_as_their_times():
     lines = [text for text in shown(100, bars(ANSWERS, 100)) if text[0].isdigit()]
-    assert [text.count("█") for text in lines] == [32, 0, 0, 1, 0]
+    assert [text.count("█") for text in lines] == [34, 0, 0, 1, 0]
     assert [any(eighths in text for eighths in "▏▎▍▌▋▊▉") for text in lines] == [
         False,
         True,
