@@ -18,6 +18,7 @@ from penstock.progress import ProgressBar, plain_console
 
 MIN_COLUMNS = 76  # of bars; narrower terminals get lines
 _BAR = (10, 40)  # characters
+_WIDE = 20  # of them: room for a longer title
 _SCALE_S = 4.0  # what a full bar is at first, while nothing is known
 _REFRESHED = 12  # times a second
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -94,7 +95,8 @@ def bars(
 
 def _empty(most: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for title, width in (("", _TITLE), ("first token", most)):
+    first = "time to first token" if most > _WIDE else "first token"
+    for title, width in (("", _TITLE), (first, most)):
         table.add_column(title, width=width, no_wrap=True)
     for title, width in (("", _SECONDS), ("faster", _RATIO)):
         table.add_column(title, width=width, no_wrap=True, justify="right")
