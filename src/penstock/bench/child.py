@@ -31,7 +31,7 @@ def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], listen: Call
     and `listen` is called here."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, work, args), name="penstock-bench", daemon=True)
+    process = context.Process(target=_serve, args=(theirs, work, args), name="penstock-bench")
     resource_tracker.ensure_running()  # its start would let signals through
     try:
         with signals_held():
