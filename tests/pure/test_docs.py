@@ -1,44 +1,34 @@
-"""The documents say what is there: links lead somewhere, commands parse, flags, targets, routes and metrics
-exist. Owns no prose; the README's commands are run elsewhere."""
+"""The documents say what is there: links lead somewhere, every page is in the navigation, commands parse and are run
+or say why not, questions fit the schemas, flags, targets, routes and metrics exist. Owns no prose; commands are run in
+tests/e2e/test_documents.py."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import docs_site
 import pytest
+import yaml
 
 from penstock.cli import make_parser
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest
+from penstock.server import schema
+from penstock.server.about import ROUTES
+from tests.support.documents import ROOT, REASONS, Block, blocks, documents, is_known, penstock_arguments
 from train_mtp import __main__ as train_mtp
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = documents()
+BLOCKS = [block for page, text in DOCUMENTS.items() for block in blocks(page, text)]
 SERVER = ROOT / "src" / "penstock" / "server"
-
-
-def fenced(text: str, language: str) -> str:
-    return "\n".join(re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
-
-
-def commands(text: str) -> list[str]:
-    return [line for line in fenced(text, "sh").replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def penstock_arguments(command: str) -> list[str] | None:
-    """What the command gives to penstock; None: it is another command."""
-    words = shlex.split(command.partition(" < ")[0], comments=True)
-    if words[:2] in (["make", "serve"], ["make", "chat"], ["make", "demo"], ["make", "bench"]):
-        given = [word.removeprefix("ARGS=") for word in words[2:]]
-        return [words[1], *shlex.split(" ".join(given))]
-    while words and "=" in words[0]:
-        words = words[1:]
-    if words[0] == ".venv/bin/penstock":
-        return words[1:]
-    return words[3:] if words[:3] == ["python3", "-m", "penstock"] else None
+URL = "http://127.0.0.1:8000"
 
 
 def is_understood(arguments: list[str]) -> bool:
@@ -62,50 +52,160 @@ def known_flags() -> set[str]:
     return found
 
 
-def each(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(name, DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
+each_document = pytest.mark.parametrize("page", DOCUMENTS)
 
 
-@each("document")
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
-        if not target.startswith("http"):
-            path, _, heading = target.partition("#")
-            other = document.parent / path if path else document
-            assert other.exists(), f"{document.name} links to {target}"
-            if heading:
-                headings = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.MULTILINE)
-                assert heading in {name.lower().replace(" ", "-") for name in headings}, (
-                    f"{document.name} links to {target}"
-                )
+def headings(text: str) -> set[str]:
+    """As GitHub and the site name them."""
+    found = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in found}
 
 
-@each("document")
-def test_commands_are_understood(document: Path) -> None:
-    for command in commands(document.read_text()):
-        arguments = penstock_arguments(command)
-        assert arguments is None or is_understood(arguments), f"{document.name}: {command}"
+# ----------------------------------------------------------------------------------- links and the navigation
 
 
-@each("document")
-def test_make_targets_exist(document: Path) -> None:
+@each_document
+def test_links_lead_somewhere(page: str) -> None:
+    for path, heading in docs_site.targets(page):
+        assert (ROOT / path).exists(), f"{page} links to {path}"
+        assert not heading or heading in headings(DOCUMENTS[path]), f"{page} links to {path}#{heading}"
+
+
+def nav_pages(entries: list[Any]) -> Iterator[str]:
+    for entry in entries:
+        for path in entry.values():
+            if isinstance(path, list):
+                yield from nav_pages(path)
+            else:
+                yield from ([f"{path}/{name}" for name in docs_site.listing(path)] if (ROOT / path).is_dir() else [path])
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    found = [*nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    assert sorted(found) == sorted(DOCUMENTS)
+    assert docs_site.pages() == sorted(DOCUMENTS)
+
+
+def test_a_wrong_link_is_noticed() -> None:
+    assert headings("# What's in it? (all)\n```sh\n# no heading\n```\n") == {"whats-in-it-all"}
+    assert docs_site.LINK.search("[a](b.md#c)").groups() == ("[a](", "b.md", "#c)")  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------ blocks of code
+
+
+def complaints(block: Block) -> list[str]:
+    """What is wrong with a block, without running it."""
+    said = []
+    if block.language not in ("sh", "python", "text", "json", "yaml", "toml", "js"):
+        said.append(f"a block of the language {block.language!r}")
+    if unknown := block.marks.keys() - {"not run", "prints", "answers", "fails"}:
+        said.append(f"marks that mean nothing: {unknown}")
+    if (reason := block.marks.get("not run")) is not None and not is_reason(reason):
+        said.append(f"not run for no known reason: {reason}")
+    if block.language == "python":
+        compile(block.text, block.where, "exec")
+    if block.language == "sh" and "not run" not in block.marks:
+        said += [f"no way is known to run: {one}" for one in block.commands if not is_known(one)]
+    if block.language in ("sh", "text"):
+        said += [f"does not parse: {one}" for one in block.commands if not parses(one)]
+    return said
+
+
+def is_reason(reason: str) -> bool:
+    by = reason.removeprefix("run by ")
+    return reason in REASONS or (by != reason and (ROOT / by).is_file())
+
+
+def parses(command: str) -> bool:
+    if re.match(r"(curl|(\S+=\S+ )*(\S*/)?penstock|make|(\S+=\S+ )?python3 -m penstock) ", command) is None:
+        return True
+    arguments = penstock_arguments(command)
+    if arguments is not None:
+        return is_understood(arguments)
+    return not command.startswith("curl ") or fits(shlex.split(command))
+
+
+def fits(words: list[str]) -> bool:
+    """Whether curl would ask a route that exists, with a body that it takes."""
+    (url,) = (word for word in words if word.startswith("http"))
+    parts = urlsplit(url)
+    row = next((row for path, row in ROUTES.items() if re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), parts.path)), None)
+    data = words[words.index("-d") + 1] if "-d" in words else None
+    method = words[words.index("-X") + 1] if "-X" in words else "GET" if data is None else "POST"
+    if row is None or method.lower() not in row.methods:
+        return False
+    if data is None:
+        return True
+    try:
+        schema.decode(data.encode(), row.body)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def test_every_block_is_run_or_says_why_not_and_fits_what_it_asks() -> None:
+    found = [f"{block.where}: {said}" for block in BLOCKS for said in complaints(block)]
+    assert not found, "\n" + "\n".join(found)
+    assert all(text.count("```") == 2 * len(blocks(page, text)) for page, text in DOCUMENTS.items())
+    assert len(BLOCKS) > 60
+
+
+@pytest.mark.parametrize(
+    "markdown",
+    [
+        "```sh\nfrobnicate --now\n```",
+        "```sh\nmake test\n```",
+        "<!-- not run: no time -->\n```sh\nmake test\n```",
+        "<!-- not run: run by tests/e2e/test_nothing.py -->\n```sh\nmake test\n```",
+        "<!-- print: x -->\n```text\nx\n```",
+        "```bash\nls\n```",
+        "```sh\npenstock serve --no-such-flag\n```",
+        "```text\nPATH=x penstock serve --no-such-flag\n```",
+        "<!-- not run: needs a GPU -->\n```sh\npenstock serve --devise cuda\n```",
+        f"```sh\ncurl {URL}/cache/stat\n```",
+        f"```sh\ncurl -X DELETE {URL}/cache/stats\n```",
+        f"""```sh\ncurl {URL}/v1/completions -d '{{"model": "m", "promt": "x"}}'\n```""",
+    ],
+)
+def test_a_wrong_block_is_noticed(markdown: str) -> None:
+    (block,) = blocks("page.md", markdown)
+    assert complaints(block)
+
+
+@pytest.mark.parametrize(
+    "markdown",
+    [
+        "<!-- not run: takes minutes -->\n```sh\nmake test\n```",
+        "<!-- answers: 429 -->\n<!-- prints: later -->\n```sh\ncurl -s http://127.0.0.1:8000/cache/stats\n```",
+        "```sh\n# why\ncurl -s \\\n  http://127.0.0.1:8000/metrics | grep x\n\npenstock --version\n```",
+    ],
+)
+def test_a_right_block_is_left_alone(markdown: str) -> None:
+    (block,) = blocks("page.md", markdown)
+    assert complaints(block) == []
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+@each_document
+def test_make_targets_exist(page: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    text = document.read_text()
-    named = re.findall(r"^make " r"([a-z-]+)", fenced(text, "sh"), flags=re.MULTILINE) + re.findall(
-        r"`make ([a-z-]+)", text
-    )
+    text = DOCUMENTS[page]
+    named = re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)
     assert set(named) <= targets
 
 
-@each("document")
-def test_flags_exist(document: Path) -> None:
-    named = set(re.findall(r"`(--[a-z-]+)", document.read_text()))
+@each_document
+def test_flags_exist(page: str) -> None:
+    named = set(re.findall(r"`(--[a-z-]+)", DOCUMENTS[page]))
     assert named <= known_flags()
 
 
-@each("document")
-def test_files_exist(document: Path) -> None:
-    named = re.findall(r"`((?:src|tests|docs|tools|benchmarks)/[\w./-]+)`", document.read_text())
+@each_document
+def test_files_exist(page: str) -> None:
+    named = re.findall(r"`((?:src|tests|docs|tools|benchmarks)/[\w./-]+)`", DOCUMENTS[page])
     assert all((ROOT / name).exists() for name in named), named
 
 
