@@ -118,8 +118,9 @@ class Page:
             if path.name not in (".git", "build", "dist", "site"):
                 (folder / path.name).symlink_to(path)
         (folder / "prompt.txt").write_text("Once upon a time")
+        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS")  # of `make docs-check`
         self._environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in outer},
             "PATH": f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "src"),
         }
@@ -154,9 +155,8 @@ class Page:
         text = FOLDERS.sub(lambda found: str(self._folder / found[0].replace("/", "_")), text)
         if STORE in text:
             store = self._stack.enter_context(Valkey())
-            store.start()
             text = text.replace(STORE, store.url())
-        text = re.sub(r"(--kv-offload-host-gib) \d+", r"\1 1", text)
+        text = re.sub(r"(--kv-offload-host-gib) \d+(?![.\d])", r"\1 1", text)
         return URL.sub(self._url.removeprefix("http://"), text)
 
     def _serve(self, command: str) -> str:
