@@ -122,7 +122,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """A link to a folder leads to its list."""
+    """A link to a folder leads to its list, and the generated pages have links here."""
     here = page.file.src_uri
 
     def leads(found: re.Match[str]) -> str:
@@ -131,6 +131,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return found[0]
         return f"{found[1]}{link.rstrip('/')}/index.md{found[3]}"
 
+    if here == "docs/reference.md":
+        markdown = re.sub(r"`(\w+)\.md`", r"[\1](reference/\1.md)", markdown)
     return LINK.sub(leads, markdown)
 
 

@@ -222,14 +222,16 @@ def test_every_route_is_documented_and_no_other() -> None:
     } == routes
 
 
-def test_every_metric_is_documented_and_no_other() -> None:
+def test_every_metric_that_a_page_names_exists() -> None:
+    """That each is in the generated reference: tests/pure/test_reference.py."""
     metrics = {
-        name.removesuffix("_total")
-        for name in re.findall(r"penstock_\w+", (SERVER / "metrics.py").read_text())
+        name.removesuffix("_total") for name in re.findall(r"penstock_\w+", (SERVER / "metrics.py").read_text())
     }
-    documented = re.findall(r"penstock_\w+", (ROOT / "docs" / "http-api.md").read_text())
     assert len(metrics) >= 8
-    assert {name.removesuffix("_total") for name in documented} == metrics
+    packages = {"penstock_valkey", "penstock_s3", "penstock_mooncake", "penstock_heads", "penstock_spec_", "penstock_"}
+    for page, text in DOCUMENTS.items():
+        named = {re.sub(r"_(total|sum|count|bucket)$", "", name) for name in re.findall(r"penstock_\w*", text)}
+        assert named - packages <= metrics, f"{page}: {named - packages - metrics}"
 
 
 def test_a_wrong_command_is_noticed() -> None:
