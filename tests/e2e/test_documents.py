@@ -18,7 +18,9 @@ IN_CI = ("README.md", "docs/deep-context.md")
 PAGES = [
     page
     for page, text in documents().items()
-    if any(block.language in ("sh", "python") and "not run" not in block.marks for block in blocks(page, text))
+    if any(
+        block.language in ("sh", "python") and "not run" not in block.marks for block in blocks(page, text)
+    )
 ]
 
 
@@ -53,7 +55,9 @@ def test_every_command_of_a_page_works(name: str, page: Page) -> None:
         ("<!-- fails: no such -->\n```sh\n.venv/bin/penstock --version\n```", "ended with 0"),
     ],
 )
-def test_a_block_that_does_not_do_what_its_page_says_is_noticed(markdown: str, complaint: str, page: Page) -> None:
+def test_a_block_that_does_not_do_what_its_page_says_is_noticed(
+    markdown: str, complaint: str, page: Page
+) -> None:
     (block,) = blocks("page.md", markdown)
     with pytest.raises(AssertionError, match=complaint):
         page.run(block)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import reference
 from penstock.config import (
     DEVICE_EVICTIONS,
     FEWEST_RESIDENT,
@@ -166,7 +167,9 @@ def test_defaults_are_those_that_the_document_says(tmp_path: Path) -> None:
     """Of flags the generated reference; what a page repeats by hand is checked, too."""
     kv, engine, offload, server = KvConfig(), EngineConfig(), OffloadConfig(), ServerConfig()
     reference.write(tmp_path)
-    defaults = dict(re.findall(r"^\| `(--[a-z-]+)` \| .* \| `(\S+)` \|", (tmp_path / "cli.md").read_text(), re.M))
+    defaults = dict(
+        re.findall(r"^\| `(--[a-z-]+)` \| .* \| `(\S+)` \|", (tmp_path / "cli.md").read_text(), re.M)
+    )
     assert {
         "--block-tokens": str(kv.block_tokens),
         "--max-body-bytes": str(server.max_body_bytes),

@@ -6,23 +6,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import docs_site
 import pytest
 import yaml
 
+import docs_site
 from penstock.cli import make_parser
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.server import schema
 from penstock.server.about import ROUTES
-from tests.support.documents import ROOT, REASONS, Block, blocks, documents, is_known, penstock_arguments
+from tests.support.documents import REASONS, ROOT, Block, blocks, documents, is_known, penstock_arguments
 from train_mtp import __main__ as train_mtp
 
 DOCUMENTS = documents()
@@ -57,7 +55,9 @@ each_document = pytest.mark.parametrize("page", DOCUMENTS)
 
 def headings(text: str) -> set[str]:
     """As GitHub and the site name them."""
-    found = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    found = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in found}
 
 
@@ -77,7 +77,11 @@ def nav_pages(entries: list[Any]) -> Iterator[str]:
             if isinstance(path, list):
                 yield from nav_pages(path)
             else:
-                yield from ([f"{path}/{name}" for name in docs_site.listing(path)] if (ROOT / path).is_dir() else [path])
+                yield from (
+                    [f"{path}/{name}" for name in docs_site.listing(path)]
+                    if (ROOT / path).is_dir()
+                    else [path]
+                )
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -130,7 +134,10 @@ def fits(words: list[str]) -> bool:
     """Whether curl would ask a route that exists, with a body that it takes."""
     (url,) = (word for word in words if word.startswith("http"))
     parts = urlsplit(url)
-    row = next((row for path, row in ROUTES.items() if re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), parts.path)), None)
+    row = next(
+        (row for path, row in ROUTES.items() if re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), parts.path)),
+        None,
+    )
     data = words[words.index("-d") + 1] if "-d" in words else None
     method = words[words.index("-X") + 1] if "-X" in words else "GET" if data is None else "POST"
     if row is None or method.lower() not in row.methods:
@@ -225,12 +232,22 @@ def test_every_route_is_documented_and_no_other() -> None:
 def test_every_metric_that_a_page_names_exists() -> None:
     """That each is in the generated reference: tests/pure/test_reference.py."""
     metrics = {
-        name.removesuffix("_total") for name in re.findall(r"penstock_\w+", (SERVER / "metrics.py").read_text())
+        name.removesuffix("_total")
+        for name in re.findall(r"penstock_\w+", (SERVER / "metrics.py").read_text())
     }
     assert len(metrics) >= 8
-    packages = {"penstock_valkey", "penstock_s3", "penstock_mooncake", "penstock_heads", "penstock_spec_", "penstock_"}
+    packages = {
+        "penstock_valkey",
+        "penstock_s3",
+        "penstock_mooncake",
+        "penstock_heads",
+        "penstock_spec_",
+        "penstock_",
+    }
     for page, text in DOCUMENTS.items():
-        named = {re.sub(r"_(total|sum|count|bucket)$", "", name) for name in re.findall(r"penstock_\w*", text)}
+        named = {
+            re.sub(r"_(total|sum|count|bucket)$", "", name) for name in re.findall(r"penstock_\w*", text)
+        }
         assert named - packages <= metrics, f"{page}: {named - packages - metrics}"
 
 

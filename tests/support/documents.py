@@ -41,7 +41,9 @@ REASONS = frozenset(
     }
 )
 MARK = re.compile(r"<!-- ([a-z ]+): (.+?) -->\n")
-FENCE = re.compile(r"(?P<marks>(?:<!-- [a-z ]+: .+? -->\n)*)^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"(?P<marks>(?:<!-- [a-z ]+: .+? -->\n)*)^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 PORT = 8000  # of the server that pages speak of, where no command before says another
 URL = re.compile(r"127\.0\.0\.1:(8000|9000)\b")
 FOLDERS = re.compile(r"/var/(?:cache|lib)/penstock")
@@ -192,7 +194,9 @@ class Page:
             check=False,
         )
         printed = done.stdout + done.stderr
-        assert (done.returncode != 0) is fails, f"{shlex.join(words)} ended with {done.returncode}:\n{printed}"
+        assert (done.returncode != 0) is fails, (
+            f"{shlex.join(words)} ended with {done.returncode}:\n{printed}"
+        )
         assert printed.strip(), f"{shlex.join(words)} printed nothing"
         return printed
 
