@@ -1,6 +1,6 @@
-"""Lays the repository out for mkdocs, as a hook of it: pages under their own paths, so that a link that works in
-the repository works on the site, and the generated reference. Owns which files the site has; mkdocs.yml owns the
-order.
+"""Lays the repository out for mkdocs, as a hook of it: pages under their own paths, so that a link that works
+in the repository works on the site, and the generated reference. Owns which files the site has; mkdocs.yml
+owns the order.
 
 `python tools/docs_site.py` prints them.
 """

@@ -1,6 +1,6 @@
-"""The documents say what is there: links lead somewhere, every page is in the navigation, commands parse and are run
-or say why not, questions fit the schemas, flags, targets, routes and metrics exist. Owns no prose; commands are run in
-tests/e2e/test_documents.py."""
+"""The documents say what is there: links lead somewhere, every page is in the navigation, commands parse and
+are run or say why not, questions fit the schemas, flags, targets, routes and metrics exist. Owns no prose;
+commands are run in tests/e2e/test_documents.py."""
 
 from __future__ import annotations
 

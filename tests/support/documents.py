@@ -1,5 +1,5 @@
-"""The blocks of code in the documents: what they are, which are run, and how a page's are run in their order. Owns
-what the comments before a fence mean:
+"""The blocks of code in the documents: what they are, which are run, and how a page's are run in their order.
+Owns what the comments before a fence mean:
 
 <!-- not run: REASON -->       one of REASONS, or `run by` and the test that does
 <!-- prints: TEXT -->          what a command of the block prints
@@ -44,7 +44,6 @@ MARK = re.compile(r"<!-- ([a-z ]+): (.+?) -->\n")
 FENCE = re.compile(
     r"(?P<marks>(?:<!-- [a-z ]+: .+? -->\n)*)^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
-PORT = 8000  # of the server that pages speak of, where no command before says another
 URL = re.compile(r"127\.0\.0\.1:(8000|9000)\b")
 FOLDERS = re.compile(r"/var/(?:cache|lib)/penstock")
 STORE = "valkey://kv.internal:6379"
@@ -109,8 +108,8 @@ def is_known(command: str) -> bool:
 
 
 class Page:
-    """The blocks of one page, run in their order in a folder that looks like the repository. One server is up at
-    a time: that of the last command that started one, or the default one from the first question on."""
+    """The blocks of one page, run in their order in a folder that looks like the repository. One server is up
+    at a time: that of the last command that started one, or the default one from the first question on."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
