@@ -1,17 +1,19 @@
-"""The observer protocol: events that lanes and pools report. Owns no state; without an observer it costs one
-`is None` test.
+"""The observer protocols: what lanes, pools, steps, requests and the engine's loop report. Owns no state;
+without an observer it costs one `is None` test.
 
-An observer is passed to a lane or pool at construction; observed code never imports its observer.
+An observer is passed to what it observes at construction; observed code never imports its observer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from penstock.contract import Access, Fence
+    from penstock.contract import Access, Fence, KvSource, Request, StepPlan, StepResult, Totals
+
+T = TypeVar("T")
 
 
 class LaneObserver(Protocol):
@@ -93,6 +95,68 @@ class Unwatched:
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
         """Does nothing."""
+
+
+class RequestObserver(Protocol):
+    """Sees the lives of requests, from the engine thread: a few calls per request, none per token. Times are
+    of `time.monotonic()`. A call must take microseconds, not wait and not raise: steps wait for it."""
+
+    def request_arrived(self, request: Request, matched_s: float) -> None:
+        """It is in line, `waiting`. It came at `request.arrival_s`; of the time since, `matched_s` went into
+        hashing its prompt and looking it up in colder tiers."""
+
+    def request_moved(self, request_id: str, state: str, at_s: float) -> None:
+        """Its state is `loading`, `running` or `retracted` from now on, or `waiting` again."""
+
+    def request_answered(self, request_id: str, source: KvSource, loaded_s: float, at_s: float) -> None:
+        """Its first token was read; at `max_tokens` 0, its prompt is computed. `source`: where the KV of its
+        prompt came from. `loaded_s`: the time from the start of its load to its first step."""
+
+    def request_ended(self, request_id: str, finish: str, totals: Totals, at_s: float) -> None:
+        """`finish`: the value of a FinishReason. The last call for this request; each that arrived gets
+        it."""
+
+
+class StepObserver(Protocol):
+    """Sees steps, from the engine thread: two calls per step. The same rules."""
+
+    def step_launched(self, plan: StepPlan, at_s: float) -> None:
+        """It is on the compute lane. `plan.chunks` say which requests compute what in it."""
+
+    def step_read(self, result: StepResult, at_s: float) -> None:
+        """Its result was read; its events are not delivered yet."""
+
+
+class Observers:
+    """Those who watch an engine besides its sanitizer: several of a kind hear in order, none is None."""
+
+    def __init__(self, requests: Sequence[RequestObserver] = (), steps: Sequence[StepObserver] = ()) -> None:
+        self.requests: RequestObserver | None = all_of(requests)
+        self.steps: StepObserver | None = all_of(steps)
+
+
+def all_of(observers: Sequence[T]) -> T | None:
+    """One observer whose calls go to all of them in order; None if there are none."""
+    if len(observers) < 2:
+        return observers[0] if observers else None
+    return cast(T, _AllOf(observers))
+
+
+class _AllOf:
+    """For protocols whose calls return None."""
+
+    def __init__(self, observers: Sequence[object]) -> None:
+        self._observers = tuple(observers)
+
+    def __getattr__(self, name: str) -> Any:
+        calls = tuple(getattr(one, name) for one in self._observers)
+
+        def tell(*args: Any) -> None:
+            for call in calls:
+                call(*args)
+
+        setattr(self, name, tell)
+        return tell
 
 
 class ContentObserver(Protocol):

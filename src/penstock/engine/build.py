@@ -69,6 +69,7 @@ from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
+from penstock.observe import Observers
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
@@ -95,15 +96,21 @@ _CPU_PIECE_TOKENS = 4096
 _WAITING_PER_ROW = 16  # waiting requests allowed per row
 _MAX_STEP_DRAFTS = 64  # verified in one step: with many decoding requests, each further row costs time
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+_UNOBSERVED = Observers()
 _GUESSED_ROW = 0.05  # time of a further row relative to a one-row step, until measured
 
 
-def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
+def build(
+    config: Config,
+    progress: Progress = silent,
+    sanitizer: Sanitizer | None = None,
+    observers: Observers = _UNOBSERVED,
+) -> Engine:
     """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
     if device.type == "cuda":
-        return _build(_Setup(config, device, progress, sanitizer))
+        return _build(_Setup(config, device, progress, sanitizer, observers))
     # On a short-lived thread: OpenMP keeps a team for every thread that has computed. With more threads than
     # cores it puts workers to sleep between any two operations of the compute lane.
     made: Future[Engine] = Future()
@@ -112,7 +119,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
         try:
             threads = threads_by_load()
             threads.wait_first_look()
-            made.set_result(_build(_Setup(config, device, progress, sanitizer, threads)))
+            made.set_result(_build(_Setup(config, device, progress, sanitizer, observers, threads)))
         except BaseException as error:
             made.set_exception(error)
 
@@ -129,6 +136,7 @@ class _Setup:
     device: torch.device
     progress: Progress
     sanitizer: Sanitizer | None
+    observers: Observers
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
@@ -215,6 +223,7 @@ def _assemble(setup: _Setup) -> Engine:
             residency=sizes.residency,
             resident_tokens=(budget.deep_blocks or models.num_blocks) * cache.block_tokens,
             scoring=scoring,
+            observers=setup.observers,
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,

@@ -52,7 +52,7 @@ class Engine:
         self.residency = parts.residency  # what requests may ask for if they do not fit
         # without a GPU, compute needs the core
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
-        self._outbox = Outbox()
+        self._outbox = Outbox(parts.observers.requests)
         self._seeds = random.Random(parts.seed)
         self._load_exposed_s = 0.0
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
@@ -298,7 +298,7 @@ class Engine:
             self._give_up(request, listener, lease, InvalidRequest(f"request id {request.id} is in use"))
             return
         self.parts.scheduler.add(request, lease)  # if it raises, the request was never open
-        self._outbox.open(request.id, listener, request.arrival_s, matched_s)
+        self._outbox.open(request, listener, matched_s)
 
     def _give_up(
         self, request: Request, listener: Listener, lease: Lease | None, error: BaseException

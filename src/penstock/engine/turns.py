@@ -14,13 +14,14 @@ from penstock.engine.pace import Pace
 from penstock.engine.parts import EngineParts
 from penstock.engine.scheduling.scheduler import News, Planned
 from penstock.lanes.lane import POLL_S
-from penstock.observe import EngineObserver
+from penstock.observe import EngineObserver, StepObserver
 
 
 class EngineTurns:
     """Called by the engine thread. Only reading a result blocks, and waiting for grammar masks."""
 
     def __init__(self, parts: EngineParts, outbox: Outbox, flushes: Flushes, watch: EngineObserver) -> None:
+        self._observer: StepObserver | None = parts.observers.steps
         self.running: RunningStep | None = None  # launched, not read yet
         self.num_steps = self.num_host_steps = 0
         self.blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
@@ -76,6 +77,8 @@ class EngineTurns:
         self._parts.scheduler.launched(running.fence, is_whole=running.late is None)
         self._outbox.note_starts(plan.starts)
         self.num_steps += 1
+        if self._observer is not None:
+            self._observer.step_launched(plan, time.monotonic())
         return running
 
     def read_running(self) -> None:
@@ -92,6 +95,8 @@ class EngineTurns:
         with self._watch.may_wait("result"):
             result = step.wait_result()
         self.blocked_s["result"] += time.monotonic() - started
+        if self._observer is not None:
+            self._observer.step_read(result, time.monotonic())
         if step.number == self._host_step[0]:
             # the same time again for other steps
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]
