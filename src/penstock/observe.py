@@ -6,8 +6,9 @@ An observer is passed to what it observes at construction; observed code never i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class EngineObserver(Protocol):
     def may_wait(self, where: str) -> AbstractContextManager[None]:
         """Around an allowed wait, such as that for a step's result."""
 
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of a turn: `plan`, `launch`, `read`, `settle`, `save`. One may be inside another."""
+
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
         """Between two turns: the pool's own count of slots by state. Under the pool's lock if several threads
         share it."""
@@ -91,6 +95,9 @@ class Unwatched:
         return self._NOTHING
 
     def may_wait(self, where: str) -> AbstractContextManager[None]:
+        return self._NOTHING
+
+    def part(self, name: str) -> AbstractContextManager[None]:
         return self._NOTHING
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
@@ -127,12 +134,31 @@ class StepObserver(Protocol):
         """Its result was read; its events are not delivered yet."""
 
 
-class Observers:
-    """Those who watch an engine besides its sanitizer: several of a kind hear in order, none is None."""
+class TransferObserver(Protocol):
+    """Sees blocks move between two tiers, from any thread. The same rules."""
 
-    def __init__(self, requests: Sequence[RequestObserver] = (), steps: Sequence[StepObserver] = ()) -> None:
-        self.requests: RequestObserver | None = all_of(requests)
-        self.steps: StepObserver | None = all_of(steps)
+    def transfer_submitted(self, transfer: object, ends: tuple[str, str], label: str) -> None:
+        """From the first of `ends` to the second. `transfer` stands for it in the next call."""
+
+    def transfer_over(self, transfer: object, num_blocks: int, error: BaseException | None) -> None:
+        """Its end was seen. `num_blocks` were moved, unless there was an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """All who watch an engine, by what they see. Several of a kind hear in order."""
+
+    requests: tuple[RequestObserver, ...] = ()
+    steps: tuple[StepObserver, ...] = ()
+    lanes: tuple[LaneObserver, ...] = ()
+    pools: tuple[PoolObserver, ...] = ()
+    transfers: tuple[TransferObserver, ...] = ()
+    turns: tuple[EngineObserver, ...] = ()
+    contents: tuple[ContentObserver, ...] = ()
+
+    def __add__(self, other: Observers) -> Observers:
+        names = [field.name for field in fields(self)]
+        return Observers(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def all_of(observers: Sequence[T]) -> T | None:
@@ -143,7 +169,7 @@ def all_of(observers: Sequence[T]) -> T | None:
 
 
 class _AllOf:
-    """For protocols whose calls return None."""
+    """For any of the protocols. A call that returns a context returns one that enters all."""
 
     def __init__(self, observers: Sequence[object]) -> None:
         self._observers = tuple(observers)
@@ -151,12 +177,20 @@ class _AllOf:
     def __getattr__(self, name: str) -> Any:
         calls = tuple(getattr(one, name) for one in self._observers)
 
-        def tell(*args: Any) -> None:
-            for call in calls:
-                call(*args)
+        def tell(*args: Any) -> Any:
+            told = [call(*args) for call in calls]
+            return None if told[0] is None else _entered(told)
 
         setattr(self, name, tell)
         return tell
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 class ContentObserver(Protocol):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock import __version__
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
 from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
@@ -69,12 +70,14 @@ from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
-from penstock.observe import Observers
+from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, installed_head, read_head
+from penstock.trace.file import TraceFile
+from penstock.trace.recorder import observers_of
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +112,11 @@ def build(
     """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
+    setup = _Setup(config, device, progress, sanitizer, observers)
+    if sanitizer is not None:  # the first to hear: it may refuse
+        setup.observers = sanitizer.observers + setup.observers
     if device.type == "cuda":
-        return _build(_Setup(config, device, progress, sanitizer, observers))
+        return _build(setup)
     # On a short-lived thread: OpenMP keeps a team for every thread that has computed. With more threads than
     # cores it puts workers to sleep between any two operations of the compute lane.
     made: Future[Engine] = Future()
@@ -119,7 +125,8 @@ def build(
         try:
             threads = threads_by_load()
             threads.wait_first_look()
-            made.set_result(_build(_Setup(config, device, progress, sanitizer, observers, threads)))
+            setup.threads = threads
+            made.set_result(_build(setup))
         except BaseException as error:
             made.set_exception(error)
 
@@ -127,7 +134,7 @@ def build(
     return made.result()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Setup:
     """What an engine is built from. `undo` closes parts if building fails: an open cache keeps its directory
     locked and its memory allocated."""
@@ -142,7 +149,7 @@ class _Setup:
     lanes: list[Lane] = field(default_factory=list)  # made so far
 
     def lane(self, name: str) -> Lane:
-        self.lanes.append(make_lane(name, self.device, self.sanitizer))
+        self.lanes.append(make_lane(name, self.device, all_of(self.observers.lanes)))
         self.undo.callback(_close, self.lanes[-1].close)
         return self.lanes[-1]
 
@@ -184,13 +191,28 @@ class _Sizes(NamedTuple):
 
 def _build(setup: _Setup) -> Engine:
     with setup.undo:
-        engine = _assemble(setup)
+        trace = _trace(setup)
+        engine = _assemble(setup, trace)
         setup.undo.pop_all()
     return engine
 
 
-def _assemble(setup: _Setup) -> Engine:
+def _trace(setup: _Setup) -> TraceFile | None:
+    """Before weights are read, since it may be refused."""
+    config, device = setup.config.trace, setup.device.type
+    if config.file is None:
+        return None
+    note = "ops show when they were launched, transfers until their end was seen" if device == "cuda" else ""
+    about = {"penstock": __version__, "model": setup.config.source.model, "device": device, "note": note}
+    trace = TraceFile(config.file, config.most_mib << 20, about)
+    setup.undo.callback(trace.close)
+    return trace
+
+
+def _assemble(setup: _Setup, trace: TraceFile | None) -> Engine:
     config, models = setup.config, _models(setup)
+    if trace is not None:
+        setup.observers += observers_of(trace, models.group.layout.block_bytes)
     loaded, read = models.loaded, lambda directory: read_adapter(directory, models.target)
     adapters = open_store(config.lora, loaded.name, read, setup.progress)
     storage = _storage(setup, models)
@@ -224,6 +246,7 @@ def _assemble(setup: _Setup) -> Engine:
             resident_tokens=(budget.deep_blocks or models.num_blocks) * cache.block_tokens,
             scoring=scoring,
             observers=setup.observers,
+            trace=trace,
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,
@@ -261,7 +284,7 @@ def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
     scope = _scope(models.target, models.group.layout, digest)
-    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.sanitizer)
+    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
     return storage
 

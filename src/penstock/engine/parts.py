@@ -21,6 +21,7 @@ from penstock.models.tokenizer import TextCodec
 from penstock.observe import Observers
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.drafter import Speculation
+from penstock.trace.file import TraceFile
 
 
 @dataclass(slots=True)
@@ -47,5 +48,6 @@ class EngineParts:
     scoring: ScoringCost
     observers: Observers
     sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
+    trace: TraceFile | None = None  # written by one of the observers
     speculation: Speculation | None = None  # proposes tokens, if enabled
     threads: ThreadsByLoad | None = None  # compute threads, on a CPU

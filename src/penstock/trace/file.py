@@ -1,0 +1,155 @@
+"""A file in Chrome's trace format: a JSON array of events. Owns the queue, the thread that writes, and the
+limits of both; knows nothing of what the events mean.
+
+The array needs no closing bracket, so a file whose process was killed can be opened, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MOST_QUEUED = 1 << 16  # events
+FLUSH_S = 0.2
+_JOIN_S = 10.0
+_FIRST_TRACKS = ("engine", "compute")
+
+
+class Event(NamedTuple):
+    """One event, as the format has it. `more`: its fields besides these."""
+
+    kind: str  # "X" for a slice with a duration, and so on
+    name: str
+    track: str
+    at_s: float  # time.monotonic()
+    more: Mapping[str, Any] = {}
+
+
+class TraceFile:
+    """`put` is for any thread and never waits: an event for which there is no room is dropped and counted.
+    `close` ends the thread; idempotent."""
+
+    def __init__(self, path: str, most_bytes: int, about: Mapping[str, Any]) -> None:
+        """`about`: what the file says of itself. Raises ConfigError if it cannot be written."""
+        try:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - until `close`
+        except OSError as error:
+            raise ConfigError(f"--trace {path} cannot be written: {error.strerror or error}") from None
+        self.num_dropped = 0
+        self._path = path
+        self._num_left = most_bytes
+        self._start_s = time.monotonic()
+        self._queue: deque[Event] = deque()
+        self._full = False  # no more is written
+        self._counting = threading.Lock()
+        self._num_told = 0  # dropped events that the file mentions
+        self._tracks: dict[str, int] = {}
+        self._pid = os.getpid()
+        self._ending = threading.Event()
+        self._write(f"[{self._metadata('process_name', 0, {'name': 'penstock'})},\n")
+        self.put(Event("i", "about this trace", "engine", self._start_s, {"s": "g", "args": dict(about)}))
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def put(self, *events: Event) -> None:
+        if self._full or len(self._queue) + len(events) > MOST_QUEUED:
+            with self._counting:
+                self.num_dropped += len(events)
+        else:
+            self._queue.extend(events)
+
+    def close(self) -> None:
+        if not self._ending.is_set():
+            self._ending.set()
+            self._thread.join(_JOIN_S)
+            atexit.unregister(self.close)
+            if self.num_dropped:
+                log.warning("%s lacks %d events that were dropped", self._path, self.num_dropped)
+
+    # -------------------------------------------------------------------------------------------- its thread
+
+    def _run(self) -> None:
+        while not self._ending.wait(FLUSH_S):
+            self._flush()
+        self._flush()
+        args = {"events dropped": self.num_dropped}
+        end = Event("i", "end of the trace", "engine", time.monotonic(), {"s": "g", "args": args})
+        self._full = True
+        self._write(f"{self._line(end)}]\n")
+        self._file.close()
+
+    def _flush(self) -> None:
+        lines: list[str] = []
+        if self._full:
+            return
+        for _ in range(len(self._queue)):
+            made = self._lines(self._queue.popleft())
+            self._num_left -= sum(len(line) + 2 for line in made)
+            if self._num_left < 0:
+                self._fill()
+                break
+            lines += made
+        if self.num_dropped > self._num_told:
+            self._num_told = self.num_dropped
+            lines += self._lines(self._dropped())
+        if lines:
+            self._write(",\n".join((*lines, "")))
+
+    def _fill(self) -> None:
+        """The event just taken does not fit, and no later one is written."""
+        self._full = True
+        with self._counting:
+            self.num_dropped += 1 + len(self._queue)
+        self._queue.clear()
+        log.warning("%s has reached --trace-mib; nothing later is written to it", self._path)
+
+    def _lines(self, event: Event) -> list[str]:
+        """It, after what names its track if it is the first there."""
+        if event.track in self._tracks:
+            return [self._line(event)]
+        number = self._tracks[event.track] = len(self._tracks) + 1
+        place = _FIRST_TRACKS.index(event.track) if event.track in _FIRST_TRACKS else number
+        return [
+            self._metadata("thread_name", number, {"name": event.track}),
+            self._metadata("thread_sort_index", number, {"sort_index": place}),
+            self._line(event),
+        ]
+
+    def _dropped(self) -> Event:
+        args = {"dropped so far": self._num_told}
+        return Event("i", "events dropped", "engine", time.monotonic(), {"s": "g", "args": args})
+
+    def _line(self, event: Event) -> str:
+        fields = {
+            "ph": event.kind,
+            "name": event.name,
+            "pid": self._pid,
+            "tid": self._tracks.get(event.track, 0),
+            "ts": round((event.at_s - self._start_s) * 1e6, 3),
+        }
+        return json.dumps(fields | dict(event.more), separators=(",", ":"))
+
+    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> str:
+        return json.dumps({"ph": "M", "name": name, "pid": self._pid, "tid": track, "args": args})
+
+    def _write(self, text: str) -> None:
+        """Whole lines at once: a killed process leaves no half of one."""
+        data = text.encode()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._full = True
+            log.warning("%s cannot be written any more: %s", self._path, error)
