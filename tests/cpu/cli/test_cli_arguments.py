@@ -63,6 +63,8 @@ BAD = {
     "generate x --min-p 1.5": "--min-p",
     "generate x --stop ": "--stop",
     "generate x --json /": "--json",
+    "generate x --trace /nowhere/trace.json": "--trace: '/nowhere/trace.json' cannot be written",
+    "serve --trace-mib 256": "--trace-mib needs --trace",
     "chat --ignore-eos": "--ignore-eos",
     "serve --port http": "--port",
     "serve --api-key ": "--api-key (or $PENSTOCK_API_KEY) is empty",
