@@ -26,7 +26,7 @@ _JOIN_S = 10.0
 _FIRST_TRACKS = ("engine", "compute")
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One event, as the format has it. `more`: its fields besides these."""
 
     kind: str  # "X" for a slice with a duration, and so on
@@ -50,7 +50,7 @@ class TraceFile:
         self._path = path
         self._num_left = most_bytes
         self._start_s = time.monotonic()
-        self._queue: deque[Event] = deque()
+        self._queue: deque[TraceEvent] = deque()
         self._full = False  # no more is written
         self._counting = threading.Lock()
         self._num_told = 0  # dropped events that the file mentions
@@ -58,12 +58,14 @@ class TraceFile:
         self._pid = os.getpid()
         self._ending = threading.Event()
         self._write(f"[{self._metadata('process_name', 0, {'name': 'penstock'})},\n")
-        self.put(Event("i", "about this trace", "engine", self._start_s, {"s": "g", "args": dict(about)}))
+        self.put(
+            TraceEvent("i", "about this trace", "engine", self._start_s, {"s": "g", "args": dict(about)})
+        )
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def put(self, *events: Event) -> None:
+    def put(self, *events: TraceEvent) -> None:
         if self._full or len(self._queue) + len(events) > MOST_QUEUED:
             with self._counting:
                 self.num_dropped += len(events)
@@ -85,7 +87,7 @@ class TraceFile:
             self._flush()
         self._flush()
         args = {"events dropped": self.num_dropped}
-        end = Event("i", "end of the trace", "engine", time.monotonic(), {"s": "g", "args": args})
+        end = TraceEvent("i", "end of the trace", "engine", time.monotonic(), {"s": "g", "args": args})
         self._full = True
         self._write(f"{self._line(end)}]\n")
         self._file.close()
@@ -115,7 +117,7 @@ class TraceFile:
         self._queue.clear()
         log.warning("%s has reached --trace-mib; nothing later is written to it", self._path)
 
-    def _lines(self, event: Event) -> list[str]:
+    def _lines(self, event: TraceEvent) -> list[str]:
         """It, after what names its track if it is the first there."""
         if event.track in self._tracks:
             return [self._line(event)]
@@ -127,11 +129,11 @@ class TraceFile:
             self._line(event),
         ]
 
-    def _dropped(self) -> Event:
+    def _dropped(self) -> TraceEvent:
         args = {"dropped so far": self._num_told}
-        return Event("i", "events dropped", "engine", time.monotonic(), {"s": "g", "args": args})
+        return TraceEvent("i", "events dropped", "engine", time.monotonic(), {"s": "g", "args": args})
 
-    def _line(self, event: Event) -> str:
+    def _line(self, event: TraceEvent) -> str:
         fields = {
             "ph": event.kind,
             "name": event.name,

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.contract import Access, KvSource, Request, StepPlan, StepResult, Totals
 from penstock.observe import Observers
-from penstock.trace.file import Event, TraceFile
+from penstock.trace.file import TraceEvent, TraceFile
 
 ENGINE = "engine"
 _IDLE_TURN_S = 1e-4  # a shorter turn without a step is not written,
@@ -33,17 +33,17 @@ def observers_of(file: TraceFile, block_bytes: int) -> Observers:
     )
 
 
-def _slice(name: str, track: str, start_s: float, end_s: float, args: Mapping[str, Any]) -> Event:
+def _slice(name: str, track: str, start_s: float, end_s: float, args: Mapping[str, Any]) -> TraceEvent:
     more: dict[str, Any] = {"dur": round((end_s - start_s) * 1e6, 3)}
-    return Event("X", name, track, start_s, more | {"args": args} if args else more)
+    return TraceEvent("X", name, track, start_s, more | {"args": args} if args else more)
 
 
 def _part(
     kind: str, name: str, ident: tuple[str, str], at_s: float, args: Mapping[str, Any] | None = None
-) -> Event:
+) -> TraceEvent:
     """Of a slice that may overlap others. `ident`: its category, and its id there."""
     more: dict[str, Any] = {"cat": ident[0], "id": ident[1]}
-    return Event(kind, name, ENGINE, at_s, more | {"args": args} if args else more)
+    return TraceEvent(kind, name, ENGINE, at_s, more | {"args": args} if args else more)
 
 
 # ------------------------------------------------------------------------------- requests, steps, transfers
@@ -150,7 +150,7 @@ class TurnTrack:
     def __init__(self, file: TraceFile, steps: StepTrack) -> None:
         self._put = file.put
         self._steps = steps
-        self._parts: list[Event] = []  # of the current turn
+        self._parts: list[TraceEvent] = []  # of the current turn
         self._num_seen = 0
 
     def turn(self) -> AbstractContextManager[None]:
@@ -277,13 +277,13 @@ class LaneTracks:
                     free_s = max(free_s, wait.over_s)
         self._put(*events)
 
-    def _shown(self, lane: str, wait: _Wait, start_s: float, end_s: float) -> list[Event]:
+    def _shown(self, lane: str, wait: _Wait, start_s: float, end_s: float) -> list[TraceEvent]:
         """The lane's wait until the other op was over, and the arrow from there to its next op."""
         self._num_arrows += 1
         more = {"cat": "wait", "id": self._num_arrows}
         arrow = [
-            Event("s", "wait", wait.lane, wait.from_s, more),
-            Event("f", "wait", lane, end_s, {**more, "bp": "e"}),
+            TraceEvent("s", "wait", wait.lane, wait.from_s, more),
+            TraceEvent("f", "wait", lane, end_s, {**more, "bp": "e"}),
         ]
         if wait.over_s - start_s < _SHORT_WAIT_S:
             return arrow

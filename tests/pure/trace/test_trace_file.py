@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.lanes.cpu import CpuLane
 from penstock.trace import file as file_module
 from penstock.trace import recorder
-from penstock.trace.file import Event, TraceFile
+from penstock.trace.file import TraceEvent, TraceFile
 from penstock.trace.recorder import LaneTracks
 from tests.support.trace_reader import read_trace
 
@@ -52,8 +52,8 @@ def make_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeFile]
         one.close()
 
 
-def mark(number: int) -> Event:
-    return Event("i", f"mark {number}", "engine", time.monotonic(), {"s": "g"})
+def mark(number: int) -> TraceEvent:
+    return TraceEvent("i", f"mark {number}", "engine", time.monotonic(), {"s": "g"})
 
 
 def named(path: Path, name: str) -> list[dict[str, Any]]:
@@ -87,6 +87,7 @@ def test_nothing_is_written_beyond_the_limit_and_the_file_can_be_read(
 
 def test_a_file_that_takes_no_bytes_holds_up_nobody_who_reports(path: Path, make_file: MakeFile) -> None:
     """Its reader has stopped: the thread that writes is stuck, and events are dropped."""
+    # Holds invariant 6: the thread that reports waits for no file.
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     file = make_file(most_bytes=1 << 30, flush_s=0.001)
