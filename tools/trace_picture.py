@@ -119,6 +119,14 @@ def print_table(trace: Trace, lives: list[Life]) -> None:
     print(f"| in all | {' | '.join(totals)} |")
 
 
+def _color(track: str, name: str) -> str:
+    if name.startswith("wait for"):
+        return "lightgray"
+    if "sampl" in name.lower():
+        return COLORS["sample"]
+    return {"engine": "dimgray", "load": COLORS["load"]}.get(track, COLORS["step"])
+
+
 def draw(trace: Trace, lives: list[Life], picture: Path) -> None:
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -129,8 +137,7 @@ def draw(trace: Trace, lives: list[Life], picture: Path) -> None:
             start = end
         for row, track in enumerate(TRACKS[1:], 1):
             some = [one for one in trace.within(life, track) if one[0] not in _QUIET]
-            color = {"engine": "lightgray", "load": COLORS["load"]}.get(track, COLORS["step"])
-            colors = [COLORS["sample"] if "sampl" in name.lower() else color for name, _, _ in some]
+            colors = [_color(track, name) for name, _, _ in some]
             widths, lefts = [end - begin for _, begin, end in some], [begin for _, begin, _ in some]
             axes.barh([row] * len(some), widths, left=lefts, color=colors, edgecolor="white", linewidth=0.3)
         axes.set_yticks(range(len(TRACKS)), TRACKS, fontsize=8)

@@ -192,7 +192,10 @@ class _Sizes(NamedTuple):
 def _build(setup: _Setup) -> Engine:
     with setup.undo:
         trace = _trace(setup)
-        engine = _assemble(setup, trace)
+        models = _models(setup)
+        if trace is not None:
+            setup.observers += observers_of(trace, models.group.layout.block_bytes)
+        engine = _assemble(setup, models, trace)
         setup.undo.pop_all()
     return engine
 
@@ -209,11 +212,12 @@ def _trace(setup: _Setup) -> TraceFile | None:
     return trace
 
 
-def _assemble(setup: _Setup, trace: TraceFile | None) -> Engine:
-    config, models = setup.config, _models(setup)
-    if trace is not None:
-        setup.observers += observers_of(trace, models.group.layout.block_bytes)
-    loaded, read = models.loaded, lambda directory: read_adapter(directory, models.target)
+def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine:
+    config, loaded, read = (
+        setup.config,
+        models.loaded,
+        lambda directory: read_adapter(directory, models.target),
+    )
     adapters = open_store(config.lora, loaded.name, read, setup.progress)
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)

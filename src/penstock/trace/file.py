@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 MOST_QUEUED = 1 << 16  # events
 FLUSH_S = 0.2
 _JOIN_S = 10.0
+_ENCODED_TOGETHER = 64  # events; meanwhile no other thread has the interpreter
+_ENCODE = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _FIRST_TRACKS = ("engine", "compute")
 
 
@@ -57,7 +59,7 @@ class TraceFile:
         self._tracks: dict[str, int] = {}
         self._pid = os.getpid()
         self._ending = threading.Event()
-        self._write(f"[{self._metadata('process_name', 0, {'name': 'penstock'})},\n")
+        self._write(f"[{_ENCODE(self._metadata('process_name', 0, {'name': 'penstock'}))},\n")
         self.put(
             TraceEvent("i", "about this trace", "engine", self._start_s, {"s": "g", "args": dict(about)})
         )
@@ -88,66 +90,70 @@ class TraceFile:
         self._flush()
         args = {"events dropped": self.num_dropped}
         end = TraceEvent("i", "end of the trace", "engine", time.monotonic(), {"s": "g", "args": args})
+        self._write(f"{self._encoded([end])[:-2]}]\n")
         self._full = True
-        self._write(f"{self._line(end)}]\n")
         self._file.close()
 
     def _flush(self) -> None:
-        lines: list[str] = []
         if self._full:
             return
-        for _ in range(len(self._queue)):
-            made = self._lines(self._queue.popleft())
-            self._num_left -= sum(len(line) + 2 for line in made)
-            if self._num_left < 0:
-                self._fill()
-                break
-            lines += made
+        num_queued = len(self._queue)
+        while num_queued > 0 and not self._full:
+            num = min(num_queued, _ENCODED_TOGETHER)
+            self._write_events([self._queue.popleft() for _ in range(num)])
+            num_queued -= num
         if self.num_dropped > self._num_told:
             self._num_told = self.num_dropped
-            lines += self._lines(self._dropped())
-        if lines:
-            self._write(",\n".join((*lines, "")))
+            self._write(self._encoded([self._dropped()]))
 
-    def _fill(self) -> None:
-        """The event just taken does not fit, and no later one is written."""
+    def _write_events(self, events: list[TraceEvent]) -> None:
+        text = self._encoded(events)
+        self._num_left -= len(text)
+        if self._num_left >= 0:
+            self._write(text)
+            return
         self._full = True
         with self._counting:
-            self.num_dropped += 1 + len(self._queue)
+            self.num_dropped += len(events) + len(self._queue)
         self._queue.clear()
         log.warning("%s has reached --trace-mib; nothing later is written to it", self._path)
 
-    def _lines(self, event: TraceEvent) -> list[str]:
-        """It, after what names its track if it is the first there."""
-        if event.track in self._tracks:
-            return [self._line(event)]
-        number = self._tracks[event.track] = len(self._tracks) + 1
-        place = _FIRST_TRACKS.index(event.track) if event.track in _FIRST_TRACKS else number
+    def _encoded(self, events: list[TraceEvent]) -> str:
+        """With what names their tracks, for those that are new."""
+        fields: list[dict[str, Any]] = []
+        for event in events:
+            if event.track not in self._tracks:
+                fields += self._new_track(event.track)
+            fields.append(self._fields(event))
+        return f"{_ENCODE(fields)[1:-1]},\n"
+
+    def _new_track(self, name: str) -> list[dict[str, Any]]:
+        number = self._tracks[name] = len(self._tracks) + 1
+        place = _FIRST_TRACKS.index(name) if name in _FIRST_TRACKS else number
         return [
-            self._metadata("thread_name", number, {"name": event.track}),
+            self._metadata("thread_name", number, {"name": name}),
             self._metadata("thread_sort_index", number, {"sort_index": place}),
-            self._line(event),
         ]
+
+    def _fields(self, event: TraceEvent) -> dict[str, Any]:
+        return {
+            "ph": event.kind,
+            "name": event.name,
+            "pid": self._pid,
+            "tid": self._tracks[event.track],
+            "ts": round((event.at_s - self._start_s) * 1e6, 3),
+            **event.more,
+        }
 
     def _dropped(self) -> TraceEvent:
         args = {"dropped so far": self._num_told}
         return TraceEvent("i", "events dropped", "engine", time.monotonic(), {"s": "g", "args": args})
 
-    def _line(self, event: TraceEvent) -> str:
-        fields = {
-            "ph": event.kind,
-            "name": event.name,
-            "pid": self._pid,
-            "tid": self._tracks.get(event.track, 0),
-            "ts": round((event.at_s - self._start_s) * 1e6, 3),
-        }
-        return json.dumps(fields | dict(event.more), separators=(",", ":"))
-
-    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> str:
-        return json.dumps({"ph": "M", "name": name, "pid": self._pid, "tid": track, "args": args})
+    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": self._pid, "tid": track, "args": args}
 
     def _write(self, text: str) -> None:
-        """Whole lines at once: a killed process leaves no half of one."""
+        """At once: a killed process leaves no half of an event."""
         data = text.encode()
         try:
             while data:
