@@ -205,6 +205,7 @@ class _Op:
     start_s: float  # of its submission, until it starts
     waits: list[_Wait]  # of its lane, between the op before and this one
     awaited: list[_Wait] = field(default_factory=list)  # of other lanes, for this one
+    has_started: bool = False  # never on a CUDA lane
 
 
 @dataclass(slots=True)
@@ -259,7 +260,8 @@ class LaneTracks:
 
     def started(self, lane: str, ticket: int) -> None:
         with self._lock:
-            self._lanes[lane].ops[ticket].start_s = time.monotonic()
+            op = self._lanes[lane].ops[ticket]
+            op.start_s, op.has_started = time.monotonic(), True
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
         now_s = time.monotonic()
@@ -271,7 +273,7 @@ class LaneTracks:
                 wait.over_s, wait.from_s = now_s, max(op.start_s, now_s - _INSIDE_S)
             args = {} if error is None else {"error": type(error).__name__}
             events = [_slice(op.label, lane, op.start_s, now_s, args)]
-            for wait in op.waits:
+            for wait in op.waits if op.has_started else ():
                 if wait.over_s and wait.over_s <= op.start_s:
                     events += self._shown(lane, wait, max(free_s, wait.since_s), op.start_s)
                     free_s = max(free_s, wait.over_s)

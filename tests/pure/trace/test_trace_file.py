@@ -159,3 +159,17 @@ def test_an_op_that_failed_says_so(make_file: MakeFile, path: Path) -> None:
     lane.close()
     file.close()
     assert [one.args for one in read_trace(path).tracks["load"]] == [{"error": "OSError"}]
+
+
+def test_a_lane_that_reports_only_launches_shows_no_waits(make_file: MakeFile, path: Path) -> None:
+    """As CUDA lanes do: it is not known when the op ran."""
+    file = make_file()
+    tracks = LaneTracks(file)
+    tracks.submitted("load", 1, "promote of r1", ())
+    tracks.waited("compute", "load", 1)
+    tracks.submitted("compute", 2, "layer 0", ())
+    tracks.finished("load", 1, None)
+    tracks.finished("compute", 2, None)
+    file.close()
+    trace = read_trace(path)
+    assert [one.name for one in trace.tracks["compute"]] == ["layer 0"] and not trace.num_arrows
