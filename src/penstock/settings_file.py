@@ -74,7 +74,7 @@ def take_in(args: argparse.Namespace, argv: Sequence[str]) -> SettingsFile:
     if "file" not in args:
         return SettingsFile()
     words = {word.partition("=")[0] for word in argv}
-    flags = {action.dest for action in _options(args.parser).values() if words & {*action.option_strings}}
+    flags = {action.dest for action in options_of(args.parser).values() if words & {*action.option_strings}}
     if getattr(args, "served_model", None) is not None:
         flags.add("model")
     read = {} if args.config is None else _read(args.config, args.parser)
@@ -102,7 +102,7 @@ def _is_secret(name: str, value: Any) -> bool:
 # --------------------------------------------------------------------------------------------------- the file
 
 
-def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """What a file may have, by the first name of its flag."""
     actions = [one for one in parser._actions if one.option_strings and one.dest not in _NOT_IN_FILES]
     return {action.option_strings[0].removeprefix("--"): action for action in actions}
@@ -117,7 +117,7 @@ def _read(path: str, parser: Parser) -> dict[str, tuple[Any, str]]:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # not TOML, which names the line, or not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    options, read = _options(parser), dict[str, tuple[Any, str]]()
+    options, read = options_of(parser), dict[str, tuple[Any, str]]()
     for key, value in found.items():
         name, place = _dashed(key), f"{path}{_line(text, key)}"
         action = options.get(name)
@@ -140,29 +140,35 @@ def _line(text: str, key: str) -> str:
 
 
 def _unknown(name: str, parser: Parser) -> str:
-    if name.startswith("no-") and name.removeprefix("no-") in _options(parser):
+    if name.startswith("no-") and name.removeprefix("no-") in options_of(parser):
         return f"{name} is no setting: write {name.removeprefix('no-')} = false"
     hint = parser.hint(f"--{name}")
     return f"{name} is no setting of `{parser.prog}`" + (f"; {hint}" if hint else "")
 
 
+def type_of(action: argparse.Action) -> type:
+    """bool, int, float, str, or list: of strings."""
+    if action.nargs == 0:
+        return bool
+    if isinstance(action, argparse._AppendAction) or action.nargs == "+":
+        return list
+    return action.type if action.type in (int, float) else str  # type: ignore[return-value]
+
+
 def _value(name: str, action: argparse.Action, value: Any, prog: str) -> Any:
     """By the flag's own action, so that choices, rules and messages are the same."""
-    if action.nargs == 0:
+    kind, flag = type_of(action), action.option_strings[0]
+    if kind is bool:
         return _of_type(bool, name, value)
-    if isinstance(action, argparse._AppendAction) or action.nargs == "+":
-        given = [_of_type(str, name, one) for one in (value if isinstance(value, list) else [value])]
-    elif action.nargs == "?" and value is True:
-        given = []
-    else:
-        kind = action.type if action.type in (int, float) else str
-        given = [str(_of_type(kind, name, value))]
-    if not given and action.nargs != "?":
+    given = value if kind is list and isinstance(value, list) else [value]
+    if not given:
         return action.default
+    if action.nargs == "?" and value is True:
+        given = []
+    texts = [str(_of_type(str if kind is list else kind, name, one)) for one in given]
     reader = Parser(prog=prog, add_help=False)
     reader._add_action(action)
-    flag = action.option_strings[0]
-    words = [flag, *given] if action.nargs in ("+", "?") else [f"{flag}={one}" for one in given]
+    words = [flag, *texts] if action.nargs in ("+", "?") else [f"{flag}={one}" for one in texts]
     return getattr(reader.parse_args(words), action.dest)
 
 
@@ -183,7 +189,7 @@ def shown(args: argparse.Namespace) -> Iterator[str]:
         args.api_key = os.environ.get("PENSTOCK_API_KEY")
     ServerConfig.of(vars(args))
     for group in args.parser._action_groups:
-        actions = [action for action in _options(args.parser).values() if action in group._group_actions]
+        actions = [action for action in options_of(args.parser).values() if action in group._group_actions]
         yield from (f"# {group.title}", *(_shown(action, args) for action in actions)) if actions else ()
 
 
