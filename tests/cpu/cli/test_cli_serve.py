@@ -221,7 +221,7 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(tmp_path):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        threading.Thread(target=hub.serve_forever).start()
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
         place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
         imports = "from penstock.config import *; from penstock.models.hub import fetched"
         for download in (False, True):
@@ -230,7 +230,6 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(tmp_path):
             ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **place})
             assert ("--no-download is given" in ran.stderr) is not download, ran.stderr
             assert bool(asked) is download
-        hub.shutdown()
 
 
 def test_where_there_is_no_network_it_is_said_how_to_get_the_embedded_model(penstock, without_weights):
