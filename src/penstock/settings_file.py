@@ -152,7 +152,7 @@ def type_of(action: argparse.Action) -> type:
         return bool
     if isinstance(action, argparse._AppendAction) or action.nargs == "+":
         return list
-    return action.type if action.type in (int, float) else str  # type: ignore[return-value]
+    return action.type if action.type in (int, float) else str
 
 
 def _value(name: str, action: argparse.Action, value: Any, prog: str) -> Any:
