@@ -442,6 +442,22 @@ class SanitizeConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig(Settings):
+    """A file in Chrome's trace format."""
+
+    file: str | None = setting(
+        None,
+        "write what lanes, steps, transfers and requests do there, for ui.perfetto.dev",
+        name="trace",
+        metavar="FILE",
+    )
+    # some 150 bytes an event; a viewer in a browser takes little more
+    most_mib: int = setting(
+        256, "nothing is written after so many MiB", name="trace_mib", rule="positive", needs="file"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LoraConfig(Settings):
     """Adapters in PEFT's format."""
 
@@ -588,6 +604,7 @@ class Config:
     sanitize: SanitizeConfig = SanitizeConfig()
     lora: LoraConfig = LoraConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    trace: TraceConfig = TraceConfig()
 
     def shown(self) -> dict[str, Any]:
         """All fields, for reports. A store's URL is reduced to its scheme and host."""

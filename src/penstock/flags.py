@@ -26,6 +26,7 @@ from penstock.config import (
     ServerConfig,
     Setting,
     SpeculationConfig,
+    TraceConfig,
     place_of,
     settings_of,
 )
@@ -41,6 +42,7 @@ TITLES = {
     EngineConfig: "scheduling",
     SpeculationConfig: "speculative decoding",
     SanitizeConfig: "safety",
+    TraceConfig: "trace",
     LoraConfig: "adapters",
     ServerConfig: "server",
 }
@@ -278,6 +280,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "lora": _adapter,
     "kv_offload_ssd_dir": _named,
     "kv_offload_remote": _store_url,
+    "trace": lambda text: str(new_file(text)),
 }
 
 

@@ -25,6 +25,7 @@ from penstock.config import (
     SanitizeConfig,
     ServerConfig,
     SpeculationConfig,
+    TraceConfig,
 )
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 from penstock.flags import SETTINGS, VLLM, config_from, config_of, instead_of, sampling_of
@@ -64,6 +65,8 @@ BAD = {
     "generate x --min-p 1.5": "--min-p",
     "generate x --stop ": "--stop",
     "generate x --json /": "--json",
+    "generate x --trace /nowhere/trace.json": "--trace: '/nowhere/trace.json' cannot be written",
+    "serve --trace-mib 256": "--trace-mib needs --trace",
     "chat --ignore-eos": "--ignore-eos",
     "serve --port http": "--port",
     "serve --api-key ": "--api-key (or $PENSTOCK_API_KEY) is empty",
@@ -182,7 +185,8 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         "--no-capture --scheduling fifo --max-overtaken-s 5 --kv-offload-host-gib 2.5 --eviction cost "
         "--kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 --sanitize strict "
-        "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3"
+        "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
+        "--trace trace.json --trace-mib 9"
     )
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
@@ -194,6 +198,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         SanitizeConfig("strict", "findings.json", True),
         LoraConfig((("a", "one"), ("org/b", "two=2")), "adapters"),
         SpeculationConfig("draft:d", 3),
+        TraceConfig("trace.json", 9),
     )
     adapters = "--lora a=one --lora org/b=two=2"
     assert config_by(f"serve {given} {adapters} --lora-dir adapters") == expected
