@@ -23,6 +23,8 @@ from penstock.server import metrics, routes
 from penstock.server.about import ROUTES, openapi
 from penstock.server.faults import KINDS
 from penstock.server.schema import OwnFields
+from penstock.settings_file import options_of
+from penstock.settings_file import type_of as type_of_setting
 
 _MADE = "<!-- Made by tools/reference.py from the source: change it there. -->"
 _UNSET = re.compile(r" ?\((?:unset|default): (?P<default>.*)\)")
@@ -36,6 +38,8 @@ _WHEN = {
     "vLLM": "Under vLLM's names",
 }
 _SAMPLING = {one.name: one.default for one in fields(SamplingParams) if one.name != "max_tokens"}
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list of strings"}
 
 Row = tuple[str, ...]
 
@@ -278,25 +282,25 @@ def _about(kind: type) -> str:
 
 def settings_page() -> Iterator[str]:
     yield from ("# Reference: settings of a configuration file", "", _MADE, "")
-    yield from ("For `penstock serve --config FILE`: TOML with the names of the flags.", "")
+    yield from ("For `penstock serve --config FILE`: TOML with the names of flags, without tables.", "")
     serve = subcommands(make_parser())["serve"]
+    options = {action.dest: name for name, action in options_of(serve).items()}
     for group in serve._action_groups:
-        rows = [setting_row(action) for action in group._group_actions if action.dest in SETTINGS]
+        some = [action for action in group._group_actions if action.dest in options]
+        rows = [setting_row(options[action.dest], action) for action in some]
         if rows:
             yield from (f"## {group.title}", "")
             yield from table(("name", "type", "default", ""), rows)
 
 
-def setting_row(action: argparse.Action) -> Row:
-    one = SETTINGS[action.dest]
-    default, text = default_and_help(action)
-    kinds = {int: "integer", float: "number", str: "string", bool: "boolean", tuple: "list of strings"}
-    kind = kinds.get(one.kind, "")
+def setting_row(name: str, action: argparse.Action) -> Row:
+    kind, (default, text) = _TYPES[type_of_setting(action)], default_and_help(action)
     if action.choices is not None:
         kind = ", ".join(code(f'"{choice}"') for choice in action.choices)
-    elif one.rule is not None and one.kind is not str:
-        kind += f", {one.rule}"
-    return (code(one.flag.removeprefix("--")), kind, "`true`" if default == "on" else default, prose(text))
+        kind += ", `true`" if action.nargs == "?" else ""
+    elif kind != _TYPES[str] and (rule := SETTINGS[action.dest].rule) is not None:
+        kind += f", {rule}"
+    return (code(name), kind, "`true`" if default == "on" else default, prose(text))
 
 
 def metrics_page() -> Iterator[str]:

@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            hints = filter(None, map(self._hint, unknown))
+            hints = filter(None, map(self.hint, unknown))
             self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return found, unknown
 
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
-    def _hint(self, argument: str) -> str | None:
+    def hint(self, argument: str) -> str | None:
         flag = argument.partition("=")[0]
         if not flag.startswith("-"):
             return None

@@ -61,7 +61,10 @@ LAYERS = (
         ),
     ),
     ("penstock.server", "penstock.bench", "penstock.testing"),
-    ("penstock.flags + penstock.answer + penstock.progress + penstock.llm",),
+    (
+        "penstock.flags + penstock.answer + penstock.progress + penstock.llm + penstock.installation + "
+        "penstock.settings_file",
+    ),
     ("penstock.cli + penstock.commands + penstock.__main__",),
 )
 # storage works without the engine, which asks its door

@@ -34,6 +34,15 @@ def test_a_command_shows_only_where_it_differs_from_another(pages: dict[str, str
 def test_every_setting_of_a_file_has_a_type(pages: dict[str, str]) -> None:
     rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|", pages["config.md"], flags=re.MULTILINE)
     assert {name for name, _ in rows} == {one.flag.removeprefix("--") for one in SETTINGS.values()}
+    kinds = dict(rows)
+    named = [kinds[name] for name in ("port", "lora", "kv-pin-spans", "kv-offload", "sanitize")]
+    assert named == [
+        "integer, between 0 and 65535",
+        "list of strings",
+        "string",
+        "boolean",
+        '`"report"`, `"strict"`, `true`',
+    ]
 
 
 def test_every_route_has_its_fields(pages: dict[str, str]) -> None:
@@ -52,6 +61,7 @@ def test_every_metric_has_its_labels(pages: dict[str, str]) -> None:
     assert len(lines) > 50
     assert all(one.name in pages["metrics.md"] for one in lines)
     assert "`penstock_finished_total{model,reason}`" in pages["metrics.md"]
+    assert "`penstock_build_info{version,model}`" in pages["metrics.md"]
 
 
 def test_no_text_is_taken_for_html(pages: dict[str, str]) -> None:

@@ -5,6 +5,8 @@ Holds invariant 26: a flag that is unknown or has no effect is refused."""
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import platform
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli
+from penstock import __version__, cli
 from penstock.config import (
     Config,
     EngineConfig,
@@ -137,7 +139,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
     found = parsers(cli.make_parser())
-    assert len(found) == 20
+    assert len(found) == 21
     for parser in found:
         for action in parser._actions:
             flag = "/".join(action.option_strings) or action.dest
@@ -155,6 +157,17 @@ def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
 ENGINE = set(SETTINGS) & set(vars(cli.make_parser().parse_args(["chat"])))
 
 
+def test_the_version_says_what_is_installed_and_where(penstock):
+    ran = penstock("--version")
+    torch = importlib.metadata.version("torch")
+    place = f"checkout in {Path(__file__).parents[3]}"
+    assert ran == (
+        0,
+        f"penstock {__version__} ({place}), Python {platform.python_version()}, torch {torch}\n",
+        "",
+    )
+
+
 # ------------------------------------------------------------------------------------------- right arguments
 
 
@@ -165,6 +178,7 @@ def config_by(line: str) -> Config:
 def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
     given = (
         "--model m --load-format dummy --device cpu --dtype bfloat16 --weights int8 --deterministic --seed 7 "
+        "--no-download "
         "--block-tokens 32 --device-kv-gib 0.5 --no-prefix-cache --kv-resident-tokens 512 "
         "--kv-residency scored --kv-pin-spans 0-64,100-200 --kv-scorer lru --max-model-len 100 "
         "--max-batch 3 --prefill-chunk 64 --prefill-chunk-ms 80 --overcommit 2 --admission lifetime "
@@ -177,7 +191,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
     expected = Config(
-        ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True),
+        ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True, False),
         KvConfig(32, 0.5, None, False, 512, "scored", spans, "lru"),
         EngineConfig(100, 3, 64, 80.0, 2.0, "lifetime", "fifo", 5.0, False, 7),
         OffloadConfig(True, 2.5, "cost", ssd_dir="kv", ssd_gib=7.0, **offload),
