@@ -63,8 +63,9 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[str]:
-        """Continued lines joined; comments left out."""
-        lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
+        """Continued lines joined; comments left out; of `eval "$(...)"` what it evaluates."""
+        text = re.sub(r'^eval "\$\((.*)\)"$', r"\1", self.text.replace("\\\n", " "), flags=re.MULTILINE)
+        lines = (line.strip() for line in text.splitlines())
         return [line for line in lines if line and not line.startswith("#")]
 
 
