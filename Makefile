@@ -114,7 +114,7 @@ site-serve: $(VENV)/.setup-docs
 
 # Some ten minutes. ARGS='-k offload' for one page.
 docs-check: setup-dev
-	PENSTOCK_DOCS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/e2e/test_documents.py $(ARGS)
+	$(ONE_THREAD) PENSTOCK_DOCS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/e2e/test_documents.py $(ARGS)
 
 # ---- checks
 
