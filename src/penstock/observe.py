@@ -66,6 +66,41 @@ class PoolObserver(Protocol):
         """The pool is closed, unless handles are `left`: then it stays open."""
 
 
+class BothPools:
+    """Two observers of the same pools."""
+
+    def __init__(self, first: PoolObserver, second: PoolObserver) -> None:
+        self._all = (first, second)
+
+    def opened(self, pool: str, num_slots: int) -> None:
+        for one in self._all:
+            one.opened(pool, num_slots)
+
+    def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
+        for one in self._all:
+            one.moved(pool, slots, old, new, owner)
+
+    def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
+        for one in self._all:
+            one.lent(pool, slots, owner)
+
+    def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
+        for one in self._all:
+            one.returned(pool, slots, owner, fence)
+
+    def sealed(self, pool: str, slot: int, key: bytes) -> None:
+        for one in self._all:
+            one.sealed(pool, slot, key)
+
+    def evicted(self, pool: str, slot: int, key: bytes) -> None:
+        for one in self._all:
+            one.evicted(pool, slot, key)
+
+    def closed(self, pool: str, left: Sequence[str]) -> None:
+        for one in self._all:
+            one.closed(pool, left)
+
+
 class EngineObserver(Protocol):
     """Sees the turns of the engine's loop, from its thread."""
 

@@ -37,7 +37,7 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
-        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots",
+        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events",
         "penstock.sanitizer",
     ),
     (
@@ -86,6 +86,7 @@ WEB = (
     "starlette",
     "uvicorn",
     "msgspec",
+    "zmq",
     "httpx",
     "anyio",
     "h11",

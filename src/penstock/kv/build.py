@@ -16,6 +16,7 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.events import KvEvents
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
@@ -29,7 +30,7 @@ from penstock.kv.transfer import ByteChecks, Mover, make_copier
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
-from penstock.observe import ContentObserver, LaneObserver, PoolObserver
+from penstock.observe import BothPools, ContentObserver, LaneObserver, PoolObserver
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
@@ -85,7 +86,9 @@ def open_cache(
     """`num_blocks` on the device, and the tiers that `config` names."""
     layout, rule = group.layout, group.rule
     arena = DeviceArena(layout, num_blocks, device)
-    pool = BlockPool(num_blocks, arena.name, observer, _device_order(config, num_blocks))
+    events = KvEvents(layout.block_tokens) if config.kv.events else None
+    watch = observer if events is None else events if observer is None else BothPools(observer, events)
+    pool = BlockPool(num_blocks, arena.name, watch, _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = (
         ArenaGuard(*(one for one in (arena, host_arena) if one is not None))
@@ -93,13 +96,13 @@ def open_cache(
         else None
     )
     if host_arena is None:
-        return Opened(KvCache(pool, scope, config.kv.prefix_cache, rule=rule), arena, guard)
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, rule, events), arena, guard)
     checks = None
     if guard is not None and observer is not None:
         checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
     # may raise; before anything runs
-    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes))
-    host = _open_host(config, host_arena, device, observer)
+    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), events)
+    host = _open_host(config, host_arena, device, watch)
     movers = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
@@ -108,7 +111,8 @@ def open_cache(
         for store in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
-    return Opened(KvCache(pool, scope, config.kv.prefix_cache, tiers, rule), arena, guard, host_arena)
+    cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, rule, events)
+    return Opened(cache, arena, guard, host_arena)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -134,7 +138,7 @@ def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
 
 
 def _open_host(
-    config: Config, arena: HostArena, device: torch.device, observer: StorageObserver | None
+    config: Config, arena: HostArena, device: torch.device, observer: PoolObserver | None
 ) -> HostTier:
     order = make_order(config.offload.eviction, arena.num_slots, arena.layout.block_tokens)
     host = HostTier(
@@ -175,13 +179,14 @@ def make_movers(
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 
 
-def _open_stores(config: Config, space: Space) -> Sequence[BlockStore]:
+def _open_stores(config: Config, space: Space, observer: PoolObserver | None) -> Sequence[BlockStore]:
     """Stores colder than host memory, hottest first. To add one, write a line here and a file with its
-    store."""
+    store. `observer`: of blocks that only this process can reach."""
     offload, stores = config.offload, list[BlockStore]()
     with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
         if offload.ssd_dir is not None:
-            stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
+            num_bytes = int(offload.ssd_gib * GIB)
+            stores.append(open_ssd(offload.ssd_dir, num_bytes, space, offload.eviction, observer=observer))
             undo.callback(stores[-1].close)
         if offload.remote is not None:
             stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))

@@ -88,6 +88,11 @@ counter penstock_saves_postponed stats.traffic.postponed: \
 Blocks that stayed on the device alone while host memory was full.
 gauge penstock_leases_open stats.traffic.leases_open: Prefixes in colder tiers kept for requests in line.
 """
+_EVENTS = """
+counter penstock_kv_events stats.kv_events.made type: Events about KV blocks that were published, by type.
+counter penstock_kv_events_dropped stats.kv_events.dropped: \
+Changes of KV blocks for which the queue of events had no room: all is published anew after that.
+"""
 _SANITIZER = """
 counter penstock_sanitizer_reports stats.sanitizer kind: Findings of the race sanitizer, by kind.
 """
@@ -224,6 +229,7 @@ def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_p
     tables = [
         (_ENGINE, {}),
         (_TRAFFIC if stats.traffic is not None else "", {}),
+        (_EVENTS if stats.kv_events is not None else "", {}),
         (_SANITIZER if stats.sanitizer else "", {}),
         (_REQUESTS, {"model": model}),
         (_VLLM, {"model_name": model, "engine": "0"}),
