@@ -251,6 +251,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     for path, module, is_package in modules():
         allowed = core | optional | (_names(extras["server"]) if inside(module, "penstock.server") else set())
         allowed |= {"opentelemetry"} if inside(module, "penstock.server.tracing") else set()  # the extra otel
+        allowed |= {"zmq"} if inside(module, "penstock.server.kv_events") else set()  # the extra events
         allowed |= _names(extras["hub"]) if inside(module, "penstock.models.hub") else set()
         allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()
         for line, target in imports_of(ast.parse(path.read_text()), module, is_package):

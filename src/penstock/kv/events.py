@@ -78,7 +78,7 @@ class KvEvents:
 
     def __init__(self, block_tokens: int, most_waiting: int = MOST_WAITING) -> None:
         self.num_dropped = 0  # changes
-        self.num_made: Counter[str] = Counter()  # events, by type
+        self.num_made: Counter[str] = Counter(stored=0, removed=0, cleared=0)  # events
         self._block_bytes = block_tokens * _TOKEN_BYTES
         self._most_waiting = most_waiting
         self._queue: deque[_Told | _Change | str] = deque()  # a name: its pool was opened anew
@@ -153,12 +153,12 @@ class KvEvents:
         events = found.events
         if num_named and not self._num_named:
             events = [Cleared()]
-        self.num_made.update(type(event).__name__ for event in events)
+        self.num_made.update(type(event).__name__.lower() for event in events)
         return events
 
     def close(self) -> list[Event]:
         """The engine's memory is gone."""
-        self.num_made["Cleared"] += 1
+        self.num_made["cleared"] += 1
         return [Cleared()]
 
     def figures(self) -> KvEventFigures:
