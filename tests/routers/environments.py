@@ -1,5 +1,5 @@
-"""Installs the routers that the tests of this folder run, each in an environment of its own under .routers, and
-Valkey. Needs a network; later runs find all of it there."""
+"""Installs the routers that the tests of this folder run, each in an environment of its own under .routers,
+and Valkey. Needs a network; later runs find all of it there."""
 
 from __future__ import annotations
 

@@ -135,7 +135,18 @@ class Fleet:
 
 def prompt_of(number: int) -> str:
     """The first turn of a conversation: some 160 tokens that no other has."""
-    words = ("river", "engine", "lemon", "granite", "violin", "harbour", "falcon", "copper", "meadow", "winter")
+    words = (
+        "river",
+        "engine",
+        "lemon",
+        "granite",
+        "violin",
+        "harbour",
+        "falcon",
+        "copper",
+        "meadow",
+        "winter",
+    )
     r = number
     told = []
     for place in range(30):

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 
 _SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "vllm-kv-events.json").read_text())
 _IS: dict[str, Any] = {

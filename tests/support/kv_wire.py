@@ -29,7 +29,7 @@ def replayed(endpoint: str, first: int) -> list[tuple[bytes, int, bytes]]:
     """Topic, sequence and payload of all messages from there on that the server repeats."""
     with connected(zmq.DEALER, endpoint) as socket:
         socket.send_multipart([b"", first.to_bytes(8, "big")])
-        found = []
+        found: list[tuple[bytes, int, bytes]] = []
         while True:
             blank, topic, number, payload = socket.recv_multipart()
             assert blank == b""

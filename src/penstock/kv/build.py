@@ -16,14 +16,15 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.events import KvEvents
+from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
-from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import ByteChecks, Mover, make_copier
@@ -86,8 +87,8 @@ def open_cache(
     """`num_blocks` on the device, and the tiers that `config` names."""
     layout, rule = group.layout, group.rule
     arena = DeviceArena(layout, num_blocks, device)
-    events = KvEvents(layout.block_tokens) if config.kv.events else None
-    watch = observer if events is None else events if observer is None else BothPools(observer, events)
+    reports = KvReports() if config.kv.events else None
+    watch = observer if reports is None else reports if observer is None else BothPools(observer, reports)
     pool = BlockPool(num_blocks, arena.name, watch, _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = (
@@ -96,12 +97,13 @@ def open_cache(
         else None
     )
     if host_arena is None:
+        events = None if reports is None else KvEvents(reports, layout.block_tokens)
         return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, rule, events), arena, guard)
     checks = None
     if guard is not None and observer is not None:
         checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
     # may raise; before anything runs
-    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), events)
+    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), reports)
     host = _open_host(config, host_arena, device, watch)
     movers = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
@@ -111,8 +113,15 @@ def open_cache(
         for store in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
+    events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
     cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, rule, events)
     return Opened(cache, arena, guard, host_arena)
+
+
+def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockStore]) -> KvEvents:
+    disk = next((store for store in stores if isinstance(store, SsdStore)), None)
+    kept = None if disk is None else TokenFile(disk, block_tokens * TOKEN_BYTES)
+    return KvEvents(reports, block_tokens, kept)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:

@@ -27,7 +27,7 @@ _HOST_SPARE_SHARE = 8  # 1 / this of the host slots is never promised to deep re
 
 class Ledger:
     """Implements `contract.KvLedger`, which documents its calls, over one device pool and `tiers`. `rule`
-    says which blocks a request needs; None: all. `events` observes the pools of all tiers.
+    says which blocks a request needs; None: all. `events`: the pools of all tiers report to it.
 
     `prefix_cache` off: no device block gets a key, so none is found there, and every prefix comes from a
     colder tier. Without one, nothing is reused.
@@ -63,10 +63,11 @@ class Ledger:
         self.num_pageable = num_host - num_host // _HOST_SPARE_SHARE
         self._pool = pool
         self._plain_digest = scope.of().digest()  # of requests without salt and adapter
-        self.events = events  # the observer of all pools; None: no one wants to know
-        if events is not None:
-            events.make_public(self._plain_digest)
-        self._tables = OpenTables(pool, tiers, self.rule, scope.block_tokens, prefix_cache, events)
+        self.events = events
+        self._reports = reports = None if events is None else events.reports
+        if reports is not None:
+            reports.make_public(self._plain_digest)
+        self._tables = OpenTables(pool, tiers, self.rule, scope.block_tokens, prefix_cache, reports)
 
     # ---------------------------------------------------------------------------------------------- questions
 
@@ -102,18 +103,18 @@ class Ledger:
             return None
         digest = self.scope.of(salt, adapter).digest() if salt or adapter is not None else self._plain_digest
         keys = prefix_keys(tokens, self.block_tokens, digest)
-        if self.events is not None:
+        if self._reports is not None:
             if adapter is not None and not salt:
-                self.events.make_public(digest, adapter.name)
-            self.events.tell(digest, None, keys, token_bytes(tokens))
+                self._reports.make_public(digest, adapter.name)
+            self._reports.tell(digest, None, keys, token_bytes(tokens))
         return Prefix(digest, keys)
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         keys, more = prefix.keys, tokens[len(prefix.keys) * self.block_tokens :]
         last = keys[-1] if keys else None
         new = prefix_keys(more, self.block_tokens, prefix.scope, last)
-        if self.events is not None:
-            self.events.tell(prefix.scope, last, new, token_bytes(more))
+        if self._reports is not None:
+            self._reports.tell(prefix.scope, last, new, token_bytes(more))
         return Prefix(prefix.scope, (*keys, *new))
 
     def match(

@@ -20,7 +20,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import block_key, private_scope, token_bytes
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.events import KvEvents
+from penstock.kv.events import KvReports
 from penstock.kv.rules import PrefixRule
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad
@@ -46,10 +46,10 @@ class OpenTables:
         rule: PrefixRule,
         block_tokens: int,
         reuses: bool,
-        events: KvEvents | None = None,
+        reports: KvReports | None = None,
     ) -> None:
         self.pool = pool
-        self.events = events
+        self.reports = reports
         self.rule = rule
         self.host, self.writeback = tiers.host, tiers.writeback
         self.saves, self.loads = tiers.saves, tiers.loads
@@ -284,12 +284,12 @@ class BlockTable:
         keys = self.next_keys(tokens, num_full)
         if self.own_scope is not None:
             tables.writeback.begin_unshared(keys[max(0, self.num_shared - first) :])
-        elif tables.events is not None:
-            self._tell_new(tables.events, keys, tokens)
+        elif tables.reports is not None:
+            self._tell_new(tables.reports, keys, tokens)
         self.give_keys(keys)
         tables.saves.offer(hold, first, keys, fence, self.is_deep)
 
-    def _tell_new(self, events: KvEvents, keys: Sequence[bytes], tokens: Sequence[int]) -> None:
+    def _tell_new(self, reports: KvReports, keys: Sequence[bytes], tokens: Sequence[int]) -> None:
         """The next blocks have `keys`; those after its prompt hold tokens that only it knows."""
         assert self.prefix is not None
         first, size = self.num_keyed, self.block_tokens
@@ -298,7 +298,7 @@ class BlockTable:
         if new:
             parent = keys[start - first - 1] if start > first else self.sealed_keys[-1] if first else None
             tokens = tokens[start * size : (start + len(new)) * size]
-            events.tell(self.prefix.scope, parent, new, token_bytes(tokens))
+            reports.tell(self.prefix.scope, parent, new, token_bytes(tokens))
 
     def next_keys(self, tokens: Sequence[int], num_full: int) -> list[bytes]:
         """Keys of blocks `num_keyed..num_full`. The prompt's keys are known; generated tokens continue the

@@ -156,7 +156,7 @@ class KvPublisher:
                 self._send(events.take(_AT_ONCE), block_tokens)
                 if self._replay.poll(_BUSY_MS if events.num_waiting else _LOOK_MS):
                     self._answer(self._replay.recv_multipart())
-            self._send(events.close(), block_tokens)
+            self._send([*events.take(), *events.close()], block_tokens)
         except Exception:
             logger.exception("KV events have stopped; the server goes on without them")
 

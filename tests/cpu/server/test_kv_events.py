@@ -1,4 +1,4 @@
-"""KV events on real sockets: sequences, replay, subscribers that do not read, and what is refused at start."""
+"""KV events on real sockets: sequences, replay, subscribers that do not read, what is refused at start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.commands import serve
 from penstock.config import Config, ServerConfig
 from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.events import Event, KvEvents
+from penstock.kv.events import Event, KvEvents, KvReports
 from penstock.server.kv_events import Kept, KvPublisher
 from tests.cpu.server.served import until
 from tests.support.kv_router import Router
@@ -33,16 +33,17 @@ class Publishing:
 
     def __init__(self, most_waiting: int = 1 << 20) -> None:
         self.live, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        self.events = KvEvents(SIZE, most_waiting)
-        self.events.make_public(SCOPE)
-        self.pool = BlockPool(4096, "device", self.events)
+        self.reports = KvReports(most_waiting)
+        self.events = KvEvents(self.reports, SIZE)
+        self.reports.make_public(SCOPE)
+        self.pool = BlockPool(4096, "device", self.reports)
         self.publisher = KvPublisher(self.live, self.replay, "kv")
         self._num = 0
 
     def seal(self, num_blocks: int = 1) -> None:
         first, self._num = self._num + 1, self._num + num_blocks
         keys = [number.to_bytes(8, "big") * 2 for number in range(first, self._num + 1)]
-        self.events.tell(SCOPE, None, keys, bytes(4 * SIZE * num_blocks))
+        self.reports.tell(SCOPE, None, keys, bytes(4 * SIZE * num_blocks))
         hold, reservation = self.pool.hold("request"), self.pool.try_reserve(num_blocks, "request")
         assert reservation is not None
         reservation.commit(hold)
@@ -129,7 +130,7 @@ def test_while_the_sender_is_stuck_blocks_are_sealed_and_evicted(monkeypatch: py
         for _ in range(40):
             one.seal(10)
             one.pool.evict(5)
-        assert one.events.num_waiting == 64 and one.events.num_dropped > 0
+        assert one.events.num_waiting == 64 and one.reports.num_dropped > 0
         gate.set()
         one.said()
         one.seal(3)

@@ -1,4 +1,4 @@
-"""A real server that publishes KV events: what a router works out from them is what its requests then find."""
+"""A real server that publishes KV events: what a router works out from them is what its requests find."""
 
 from __future__ import annotations
 

@@ -44,10 +44,11 @@ class Rig:
     ) -> None:
         """`window`: tokens that a token sees; 0: all."""
         self.now_s = 0.0
+        reports = None if events is None else events.reports
         self.device, self.host_arena = TagArena("device", num_device, LAYERS), self.make_host_arena(num_host)
         self.lanes = SteppedLanes(self.device, self.host_arena)
-        self.pool = BlockPool(num_device, "device", events)
-        self.host = HostTier(BlockPool(num_host, "host", events), BLOCK, 100.0, lambda: self.now_s)
+        self.pool = BlockPool(num_device, "device", reports)
+        self.host = HostTier(BlockPool(num_host, "host", reports), BLOCK, 100.0, lambda: self.now_s)
         self.load_copier, self.save_copier = (
             TagCopier(self.host_arena, self.device),
             TagCopier(self.device, self.host_arena),

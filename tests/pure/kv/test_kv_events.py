@@ -1,5 +1,5 @@
-"""What routers are told about blocks: at any moment exactly what the tiers have, and never a block of a tenant
-or of one request alone."""
+"""What routers are told about blocks: at any moment exactly what the tiers have, and never a block of a
+tenant or of one request alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import msgspec
 import pytest
 
 from penstock.contract import Adapter
+from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.events import MOST_BLOCKS, Cleared, KvEvents, Stored
-from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.events import MOST_BLOCKS, TOKEN_BYTES, Cleared, KvEvents, KvReports, Stored
+from penstock.kv.tiers.ssd import survey
+from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import Outcome, Space
 from penstock.server.kv_events import EventBatch, block_hash, on_wire
 from tests.event_walks import Event
@@ -30,7 +33,8 @@ class Told:
     """Events and the books of a router that hears all of them."""
 
     def __init__(self, block_tokens: int = BLOCK, **limits: int) -> None:
-        self.events = KvEvents(block_tokens, **limits)
+        self.reports = KvReports(**limits)
+        self.events = KvEvents(self.reports, block_tokens)
         self.router = Router()
         self._block_tokens = block_tokens
 
@@ -42,7 +46,7 @@ class Told:
     def check(self, *pools: BlockPool) -> None:
         """The router knows exactly the blocks that are there."""
         for pool in pools:
-            assert self.router.held(MEDIA[pool.name]) == {block_hash(key) for key in pool.keys()}
+            assert self.router.held(MEDIA[pool.name]) == set(map(block_hash, pool.keys()))
 
 
 class ToldWalker(Walker):
@@ -85,15 +89,15 @@ def test_that_holds_for_blocks_that_leave_windows() -> None:
 
 
 def _forgets_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvEvents, "evicted", lambda *_: None)
+    monkeypatch.setattr(KvReports, "evicted", lambda *_: None)
 
 
 def _forgets_seals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvEvents, "sealed", lambda *_: None)
+    monkeypatch.setattr(KvReports, "sealed", lambda *_: None)
 
 
 def _does_not_know_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvEvents, "tell", lambda *_: None)
+    monkeypatch.setattr(KvReports, "tell", lambda *_: None)
 
 
 def _clears_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +139,7 @@ def overflowed(told: Told) -> Stacked:
 def test_after_an_overflow_all_is_said_anew() -> None:
     told = Told(most_waiting=8)
     rig = overflowed(told)
-    assert told.events.num_dropped > 0
+    assert told.reports.num_dropped > 0
     rig.prefix(6, "a")  # a request names them again: what the queue lost was their tokens
     told.hear()
     for name in "abc":
@@ -146,7 +150,7 @@ def test_after_an_overflow_all_is_said_anew() -> None:
 
 
 def test_without_that_the_router_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvEvents, "_catch_up", lambda self, found: setattr(self, "_is_behind", False))
+    monkeypatch.setattr(KvEvents, "_catch_up", lambda self, found: setattr(self.reports, "is_behind", False))
     with pytest.raises((AssertionError, KeyError)):
         test_after_an_overflow_all_is_said_anew()
 
@@ -155,7 +159,7 @@ def test_what_is_said_anew_begins_with_the_parents() -> None:
     told = Told()
     rig = overflowed(told)
     told.hear()
-    told.events._is_behind = True  # as after an overflow, with all tokens known
+    told.reports.is_behind = True  # as after an overflow, with all tokens known
     told.hear()
     told.check(rig.pool, rig.host.pool)
     known: set[int] = set()
@@ -167,8 +171,8 @@ def test_what_is_said_anew_begins_with_the_parents() -> None:
 
 def test_a_queue_that_nobody_takes_from_is_bounded() -> None:
     """Holds invariant: reporting appends or drops, and never waits."""
-    events = KvEvents(BLOCK, most_waiting=100)
-    pool = BlockPool(50, "device", events)
+    reports = KvReports(most_waiting=100)
+    pool = BlockPool(50, "device", reports)
     for number in range(200):
         hold = pool.hold("request")
         reservation = pool.try_reserve(1, "request")
@@ -176,7 +180,7 @@ def test_a_queue_that_nobody_takes_from_is_bounded() -> None:
         reservation.commit(hold)
         pool.seal(hold.slots, [number.to_bytes(16, "big")])
         hold.end()
-    assert events.num_waiting == 100 and events.figures().dropped == 251
+    assert len(reports.queue) == 100 and reports.num_dropped == 251
 
 
 # ---------------------------------------------------------------------------------------------------- private
@@ -206,13 +210,13 @@ def test_blocks_of_tenants_are_never_named() -> None:
 
 
 def test_without_that_rule_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell = KvEvents.tell
+    tell = KvReports.tell
 
-    def tells(self: KvEvents, scope: bytes, *rest: object) -> None:
+    def tells(self: KvReports, scope: bytes, *rest: object) -> None:
         self.make_public(scope)
         tell(self, scope, *rest)
 
-    monkeypatch.setattr(KvEvents, "tell", tells)
+    monkeypatch.setattr(KvReports, "tell", tells)
     with pytest.raises(AssertionError):
         test_blocks_of_tenants_are_never_named()
 
@@ -246,11 +250,11 @@ def test_an_adapter_is_named_and_so_are_blocks_that_a_request_generates() -> Non
 
 
 def test_a_long_prompt_is_a_few_events() -> None:
-    events = KvEvents(1)
-    events.make_public(b"s")
-    pool = BlockPool(2 * MOST_BLOCKS, "device", events)
+    events = KvEvents(reports := KvReports(), 1)
+    reports.make_public(b"s")
+    pool = BlockPool(2 * MOST_BLOCKS, "device", reports)
     keys = [number.to_bytes(16, "big") for number in range(MOST_BLOCKS + 9)]
-    events.tell(b"s", None, keys, bytes(4 * len(keys)))
+    reports.tell(b"s", None, keys, bytes(4 * len(keys)))
     hold, reservation = pool.hold("request"), pool.try_reserve(len(keys), "request")
     assert reservation is not None
     reservation.commit(hold)
@@ -267,11 +271,11 @@ def test_a_long_prompt_is_a_few_events() -> None:
 
 def test_tokens_of_blocks_that_are_nowhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kv.events._SPARE_CONTENTS", 4)
-    events = KvEvents(1)
-    events.make_public(b"s")
-    BlockPool(1, "device", events)
+    events = KvEvents(reports := KvReports(), 1)
+    reports.make_public(b"s")
+    BlockPool(1, "device", reports)
     for number in range(100):
-        events.tell(b"s", None, [number.to_bytes(16, "big")], bytes(4))
+        reports.tell(b"s", None, [number.to_bytes(16, "big")], bytes(4))
         events.take()
     assert len(events._contents) <= 8
 
@@ -279,51 +283,142 @@ def test_tokens_of_blocks_that_are_nowhere_are_forgotten(monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------------------------- disk
 
 SPACE = Space(b"s" * 32, 4096)
-DISK_KEYS = [bytes([number]) * 16 for number in range(12)]
+DISK_KEYS = [bytes([number + 1]) * 16 for number in range(12)]
+PRIVATE = b"private block   "
 
 
-def disk(folder: Path, told: Told) -> SsdStore:
-    folder.chmod(0o700)
-    store = open_ssd(folder, 64 << 10, SPACE, "lru", observer=told.events)
-    assert store.wait_scanned(60)
-    return store
+class Disk:
+    """A store of some blocks, and what is told of it; the blocks are one prefix."""
+
+    def __init__(self, folder: Path, keeps_tokens: bool = False) -> None:
+        folder.chmod(0o700)
+        self.told = Told(1)
+        self.folder = folder
+        self.store = open_ssd(folder, 64 << 10, SPACE, "lru", observer=self.told.reports)
+        assert self.store.wait_scanned(60)
+        if keeps_tokens:
+            self.told.events = KvEvents(self.told.reports, 1, TokenFile(self.store, TOKEN_BYTES))
+        self.told.reports.make_public(b"s")
+        self.pool = self.store._now.index._pool
+
+    def tell(self) -> None:
+        """A request brings the tokens."""
+        self.told.reports.tell(b"s", None, DISK_KEYS, bytes(range(4 * len(DISK_KEYS))))
+
+    def write(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self.store.write([key], [DISK_KEYS.index(key)], [memoryview(bytearray(4096))])
+
+    def check(self) -> None:
+        self.told.hear()
+        self.told.check(self.pool)
+
+    @property
+    def tokens(self) -> Path:
+        (path,) = self.folder.glob("*.tokens")
+        return path
+
+    def close(self) -> None:
+        self.told.events.take()
+        self.told.events.close()
+        self.store.close()
 
 
 def test_the_disk_is_told_of_as_well(tmp_path: Path) -> None:
-    """Blocks that it evicts, finds damaged or forgets leave; blocks of an earlier process are named when a
-    request brings their tokens."""
-    told = Told(1)
-    told.events.make_public(b"s")
-    told.events.tell(b"s", None, DISK_KEYS, bytes(4 * len(DISK_KEYS)))
-    store = disk(tmp_path, told)
-    block = [memoryview(bytearray(4096)) for _ in DISK_KEYS]
-    for place, key in enumerate(DISK_KEYS):
-        store.write([key], [place], block[:1])
-    pool = store._now.index._pool
-    told.hear()
-    assert 0 < len(pool.keys()) < len(DISK_KEYS), "nothing was evicted"
-    told.check(pool)
-    bad = pool.keys()[0]
-    segment, number = store._now.segments.locate(pool.find_each([bad])[0])
-    with (tmp_path / store.directory.segment_path(segment.head.number).name).open("r+b") as file:
+    """Blocks that it evicts, finds damaged or forgets leave."""
+    disk = Disk(tmp_path)
+    disk.tell()
+    disk.write(DISK_KEYS)
+    disk.check()
+    assert 0 < len(disk.pool.keys()) < len(DISK_KEYS), "nothing was evicted"
+    bad = disk.pool.keys()[0]
+    segment, number = disk.store._now.segments.locate(disk.pool.find_each([bad])[0])
+    with disk.store.directory.segment_path(segment.head.number).open("r+b") as file:
         file.seek(segment.offset(number))
         file.write(bytes(4096))
-    assert store.read([bad], block[:1]) == [Outcome.CORRUPT]
-    told.hear()
-    told.check(pool)
-    store.close()
+    assert disk.store.read([bad], [memoryview(bytearray(4096))]) == [Outcome.CORRUPT]
+    disk.check()
+    disk.store.reset()
+    disk.check()
+    assert disk.told.router.kinds[-1] == "AllBlocksCleared"
+    disk.close()
 
-    told = Told(1)
-    told.events.make_public(b"s")
-    store = disk(tmp_path, told)
-    pool = store._now.index._pool
-    told.hear()
-    assert pool.keys() and not told.router.held("STORAGE"), "nothing is known of their tokens"
-    told.events.tell(b"s", None, DISK_KEYS, bytes(4 * len(DISK_KEYS)))
-    told.hear()
-    told.check(pool)
-    store.reset()
-    told.hear()
-    told.check(pool)
-    assert told.router.kinds[-1] == "AllBlocksCleared"
-    store.close()
+
+def test_after_a_restart_blocks_on_disk_are_told_of_parents_first(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[4::-1])  # the scan finds the deepest first
+    disk.check()
+    before = disk.told.router.blocks["STORAGE"]
+    disk.close()
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.check()
+    assert disk.told.router.blocks["STORAGE"] == before and len(before) == 5
+    assert disk.told.router.kinds == ["BlockStored"], "all of it is one chain"
+    disk.close()
+
+
+def test_without_the_file_they_are_told_of_when_a_request_brings_their_tokens(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.close()
+    disk = Disk(tmp_path)
+    disk.told.hear()
+    assert len(disk.pool.keys()) == 4 and not disk.told.router.held("STORAGE")
+    disk.tell()
+    disk.check()
+    disk.close()
+
+
+def test_a_damaged_record_is_skipped_and_private_ones_are_not_written(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.store.write([PRIVATE], [0], [memoryview(bytearray(4096))])
+    disk.close()
+    data = bytearray(disk.tokens.read_bytes())
+    assert PRIVATE not in bytes(data) and len(data) % 4 == 0
+    data[len(data) // 4 + 3] ^= 1  # in the second of four records
+    disk.tokens.write_bytes(bytes(data) + b"half a record")
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.told.hear()
+    hashes = [block_hash(key) for key in (DISK_KEYS[0], *DISK_KEYS[2:4])]
+    assert disk.told.router.held("STORAGE") == set(hashes)
+    disk.close()
+
+
+def test_the_file_of_tokens_is_bounded_and_a_reset_empties_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.kv.tiers.ssd.tokens._SPARE", 4)
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    for _ in range(10):
+        disk.write(DISK_KEYS)
+        disk.check()
+    record_bytes = 2 * KEY_BYTES + TOKEN_BYTES + 8
+    most = 2 * len(disk.pool.keys()) + 4
+    assert 0 < disk.tokens.stat().st_size // record_bytes <= most + len(DISK_KEYS)
+    disk.store.reset()
+    disk.check()
+    assert disk.tokens.stat().st_size == 0
+    disk.close()
+    survey.clear(tmp_path, lambda done, total: None)
+    assert not [*tmp_path.glob("penstock-*")]
+
+
+def test_a_file_of_tokens_that_cannot_be_used_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(tmp_path, keeps_tokens=True)
+    path = disk.tokens
+    disk.close()
+    path.unlink()
+    path.mkdir()
+    disk = Disk(tmp_path, keeps_tokens=True)
+    assert caplog.text.count("cannot be used") == 1
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.check()
+    disk.close()

@@ -257,6 +257,10 @@ class SsdStore:
         self._now = self._open(make_directory(path, io))
 
     @property
+    def space(self) -> bytes:
+        return self._space.digest
+
+    @property
     def directory(self) -> Directory:
         """A test may replace its `io` by a disk that fails."""
         return self._now.directory
