@@ -34,8 +34,12 @@ def say(text: str) -> None:
 def post(url: str, body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
-        return json.loads(reply.read() or b"null")
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+            return json.loads(reply.read() or b"null")
+    except urllib.error.HTTPError as error:
+        error.add_note(error.read().decode())
+        raise
 
 
 def get(url: str) -> bytes:

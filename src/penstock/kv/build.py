@@ -195,7 +195,7 @@ def _open_stores(config: Config, space: Space, observer: PoolObserver | None) ->
     with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
         if offload.ssd_dir is not None:
             num_bytes = int(offload.ssd_gib * GIB)
-            stores.append(open_ssd(offload.ssd_dir, num_bytes, space, offload.eviction, observer=observer))
+            stores.append(open_ssd(offload.ssd_dir, num_bytes, space, offload.eviction, None, observer))
             undo.callback(stores[-1].close)
         if offload.remote is not None:
             stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))

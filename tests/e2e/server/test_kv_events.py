@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 
 from tests.cpu.server.served import until
 from tests.support.kv_router import Router
@@ -110,6 +111,28 @@ def test_requests_find_what_the_events_say(start_server: Start, tmp_path: Path) 
     told.http.close()
     told.process.send_signal(signal.SIGTERM)
     assert told.process.wait(60) == 0
+
+
+def test_after_a_kill_the_next_server_tells_of_the_disk_at_start(start_server: Start, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    told, r = Listening(start_server, tmp_path), random.Random(8)
+    prompts = [[r.randrange(5, 200) for _ in range(100)] for _ in range(3)]
+    for prompt in prompts:
+        told.ask(prompt)
+    told.ask([240] * 60, cache_salt="a tenant's")
+    before = told.settled().held("STORAGE")
+    for child in psutil.Process(told.process.pid).children():
+        child.kill()
+    told.process.wait(60)
+    told.http.close()
+
+    told = Listening(start_server, tmp_path)
+    until(lambda: told.heard().held("STORAGE"), "the disk is told of before any request")
+    router = told.settled()
+    assert router.held("STORAGE") == before and not router.held("GPU") | router.held("CPU")
+    assert 240 not in router.tokens
+    assert told.ask(prompts[0])["ssd"] == num_known(router, prompts[0]) >= 96
+    told.http.close()
 
 
 def test_a_server_without_events_has_no_sources(server_url: str) -> None:
