@@ -1,5 +1,5 @@
-"""What KV events cost: CPU time of the engine's process for the same requests with events off, on, and on with
-a subscriber, in turns. Three servers of the embedded model; each round asks each of them the same."""
+"""What KV events cost: CPU time of the engine's process for the same requests with events off, on, and on
+with a subscriber, in turns. Three servers of the embedded model; each round asks each of them the same."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class Server:
         before = sum(self.engine.cpu_times()[:2])
         with ThreadPoolExecutor(at_once) as threads:
             list(threads.map(ask, prompts))
-        return sum(self.engine.cpu_times()[:2]) - before
+        spent: float = sum(self.engine.cpu_times()[:2]) - before
+        return spent
 
 
 def subscribe(endpoint: str) -> None:
-    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
     socket.connect(endpoint)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,7 +12,6 @@ from tests.routers.fleet import (
     ENVIRONMENTS,
     Fleet,
     Process,
-    Turns,
     completed,
     get,
     prompt_of,
@@ -26,6 +26,7 @@ def router_url(fleet: Fleet) -> Iterator[str]:
     port = free_port()
     command = [str(ENVIRONMENTS / "vllm-router" / "bin" / "vllm-router"), "--policy", "cache_aware"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1"]
     command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"]
     command += ["--worker-urls", *(worker.url for worker in fleet.workers)]
     say("starting vllm-router")
@@ -36,49 +37,43 @@ def router_url(fleet: Fleet) -> Iterator[str]:
         router.kill()
 
 
-def num_answered(fleet: Fleet) -> dict[int, float]:
+def num_answered(fleet: Fleet) -> dict[int, int]:
     found = {}
     for worker in fleet.workers:
         lines = get(f"{worker.url}/metrics").decode().splitlines()
-        (line,) = (line for line in lines if line.startswith("penstock_prompt_length_tokens_count"))
-        found[worker.number] = float(line.split()[-1])
+        counts = (line for line in lines if line.startswith("penstock_prompt_length_tokens_count"))
+        found[worker.number] = int(sum(float(line.split()[-1]) for line in counts))
     return found
 
 
-def turn(fleet: Fleet, url: str, texts: list[str], owners: list[int]) -> Turns:
-    """One turn of each conversation through the router. Changes `texts`."""
-    chosen, sources = [], []
-    for number, text in enumerate(texts):
-        before = num_answered(fleet)
-        texts[number], source = completed(url, text)
-        (one,) = (name for name, num in num_answered(fleet).items() if num > before[name])
-        chosen.append(one)
-        sources.append(source)
-        if number % 16 == 15:
-            say(f"{number + 1} of {len(texts)} conversations")
+def turn(fleet: Fleet, url: str, texts: list[str]) -> list[dict[str, int]]:
+    """One turn of each conversation through the router, eight at once: it spreads what it does not know by
+    load. Changes `texts`; returns where the KV of each prompt came from."""
+    with ThreadPoolExecutor(8) as threads:
+        answers = [*threads.map(lambda text: completed(url, text), texts)]
+    texts[:] = [text + MORE for text, _ in answers]
     fleet.settle()
-    return Turns(owners, chosen, sources)
+    return [source for _, source in answers]
+
+
+def num_with(sources: list[dict[str, int]], *tiers: str) -> int:
+    """Prompts of which these tiers had eight blocks."""
+    return sum(sum(source[tier] for tier in tiers) >= 8 * BLOCK for source in sources)
 
 
 def test_conversations_stay_where_they_are_and_survive_a_killed_server(fleet: Fleet, router_url: str) -> None:
     texts = [prompt_of(number) for number in range(NUM)]
     say("first turns")
-    first = turn(fleet, router_url, texts, [0] * NUM)
-    texts = [text + MORE for text in texts]
+    turn(fleet, router_url, texts)
+    shares = num_answered(fleet)
     say("second turns")
-    second = turn(fleet, router_url, texts, first.chosen)
-    shares = {number: first.chosen.count(number) for number in (1, 2)}
-    say(f"{second.num_returned} of {NUM} second turns came back; first turns by server: {shares}")
-    assert second.num_returned >= 0.95 * NUM and min(shares.values()) >= NUM // 4
+    num_back = num_with(turn(fleet, router_url, texts), "device", "host")
+    say(f"{num_back} of {NUM} second turns went to the server that had their KV; first turns: {shares}")
+    assert num_back >= 0.95 * NUM and min(shares.values()) >= NUM // 8
 
     say("server 1 is killed")
-    dead = fleet.workers.pop(0)
-    dead.kill()
-    texts = [text + MORE for text in texts]
-    third = turn(fleet, router_url, texts, second.chosen)
-    orphans = [
-        source for owner, source in zip(second.chosen, third.sources, strict=True) if owner == dead.number
-    ]
-    restored = sum(source["remote"] >= 8 * BLOCK for source in orphans)
-    say(f"{restored} of {len(orphans)} conversations of the killed server came from the shared store")
-    assert restored >= 0.95 * len(orphans) > 0
+    fleet.workers.pop(0).kill()
+    sources = turn(fleet, router_url, texts)
+    restored, at_home = num_with(sources, "remote"), num_with(sources, "device", "host")
+    say(f"{restored} conversations came from the shared store, {at_home} were at the other server")
+    assert restored >= 0.9 * shares[1] > 0 and restored + at_home >= 0.95 * NUM

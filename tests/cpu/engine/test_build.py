@@ -106,7 +106,7 @@ def test_the_settings_of_colder_tiers_reach_them(
     )
     cache = engine.cache
     assert (cache.saves._host._lease_s, cache.saves.limits.load_deadline_s) == (77.0, 11.0)
-    (place, num_bytes, _, eviction), (url, _, timeout_s) = opened
+    (place, num_bytes, _, eviction, *_), (url, _, timeout_s) = opened
     assert (place, num_bytes, eviction) == (str(tmp_path / "kv"), GIB // 2, "cost")
     assert (url, timeout_s) == ("valkey://127.0.0.1:1", 3.0)
 
