@@ -229,7 +229,7 @@ def test_every_server_flag_reaches_the_config(served, penstock):
     server = ServerConfig(
         "127.0.0.9", 81, "k", True, "http://h:1", names, origins, *limits, *events, "json", "error"
     )
-    assert served == [(Config(ModelSource("m", generation_config="none")), server)]
+    assert served == [(Config(ModelSource("m", generation_config="none"), KvConfig(events=True)), server)]
 
 
 def test_the_api_key_comes_from_its_flag_or_the_environment(served, penstock, monkeypatch):

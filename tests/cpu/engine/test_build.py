@@ -53,7 +53,7 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     assert type(engine.cache.saves._host.pool.idle.others) is type(make_order(eviction, 8))
     on_device = eviction if eviction in ("returning", "lru") else "lru"
     assert type(engine.cache._pool.idle.others) is type(make_order(on_device, 8))
-    ((directory, num_bytes, _, name),) = asked
+    ((directory, num_bytes, _, name, *_),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
 
 
