@@ -17,7 +17,7 @@ import zmq
 
 from tests.support.servers import free_port
 
-ROUNDS = 9
+ROUNDS = 7
 FLAGS = ("--device", "cpu", "--weights", "int4", "--max-model-len", "1024", "--device-kv-blocks", "128")
 
 
@@ -68,11 +68,11 @@ def main() -> None:
     costs: dict[tuple[str, str], list[float]] = {}
     try:
         for number in range(ROUNDS + 1):
-            prompts = [[r.randrange(100, 40_000) for _ in range(512)] for _ in range(8)]
+            prompts = [[r.randrange(100, 40_000) for _ in range(512)] for _ in range(4)]
             short = [prompt[:20] for prompt in prompts]
             names = list(servers)
             for name in names[number % 3 :] + names[: number % 3]:
-                prefill, decode = servers[name].cost(prompts, 1, 1), servers[name].cost(short, 64, 8)
+                prefill, decode = servers[name].cost(prompts, 1, 1), servers[name].cost(short, 64, 4)
                 if number:  # the first warms up
                     costs.setdefault(("prefill", name), []).append(prefill)
                     costs.setdefault(("decode", name), []).append(decode)

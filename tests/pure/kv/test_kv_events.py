@@ -379,7 +379,7 @@ def test_a_damaged_record_is_skipped_and_private_ones_are_not_written(tmp_path: 
     disk.close()
     data = bytearray(disk.tokens.read_bytes())
     assert PRIVATE not in bytes(data) and len(data) % 4 == 0
-    data[len(data) // 4 + 3] ^= 1  # in the second of four records
+    data[len(data) // 4 + 2 * KEY_BYTES] ^= 1  # a token of the second of four records
     disk.tokens.write_bytes(bytes(data) + b"half a record")
     disk = Disk(tmp_path, keeps_tokens=True)
     disk.told.hear()
