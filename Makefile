@@ -151,7 +151,7 @@ clients: setup-dev
 # Routers of the package index before two servers. Some of them listen on all addresses: a network namespace of its own keeps them in.
 routers: setup-dev
 	PYTHONPATH=.:src $(BIN)/python -m tests.routers.environments
-	unshare --net --map-root-user sh -c 'ip link set lo up && $(ONE_THREAD) $(BIN)/python -m pytest -s -q tests/routers $(ARGS)'
+	unshare --net --map-root-user sh -c 'ip link set lo up && $(ONE_THREAD) $(BIN)/python -m pytest -s -q -o faulthandler_timeout=0 tests/routers $(ARGS)'
 
 # One change at a time in a copy of the tree, tested there: random ones, or ARGS='--kept' for those of tools/faults.toml.
 mutants: setup-dev

@@ -16,6 +16,7 @@ from tests.routers.fleet import (
     get,
     prompt_of,
     say,
+    until,
 )
 from tests.routers.test_dynamo import MORE, NUM
 from tests.support.servers import free_port
@@ -28,6 +29,7 @@ def router_url(fleet: Fleet) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     command += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1"]
     command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"]
+    command += ["--health-failure-threshold", "1", "--cb-failure-threshold", "1", "--retry-max-retries", "2"]
     command += ["--worker-urls", *(worker.url for worker in fleet.workers)]
     say("starting vllm-router")
     router = Process("vllm-router", command, f"http://127.0.0.1:{port}/health")
@@ -46,11 +48,23 @@ def num_answered(fleet: Fleet) -> dict[int, int]:
     return found
 
 
-def turn(fleet: Fleet, url: str, texts: list[str]) -> list[dict[str, int]]:
-    """One turn of each conversation through the router, eight at once: it spreads what it does not know by
-    load. Changes `texts`; returns where the KV of each prompt came from."""
-    with ThreadPoolExecutor(8) as threads:
-        answers = [*threads.map(lambda text: completed(url, text), texts)]
+def answered(url: str, text: str) -> tuple[str, dict[str, int]]:
+    """As a client that tries again: the router answers 500 until it has noticed that a server is gone."""
+    answers: list[tuple[str, dict[str, int]]] = []
+
+    def is_answered() -> bool:
+        answers.append(completed(url, text))
+        return True
+
+    until(is_answered, "an answer")
+    return answers[0]
+
+
+def turn(fleet: Fleet, url: str, texts: list[str], at_once: int = 1) -> list[dict[str, int]]:
+    """One turn of each conversation through the router. Changes `texts`; returns where the KV of each prompt
+    came from."""
+    with ThreadPoolExecutor(at_once) as threads:
+        answers = [*threads.map(lambda text: answered(url, text), texts)]
     texts[:] = [text + MORE for text, _ in answers]
     fleet.settle()
     return [source for _, source in answers]
@@ -63,8 +77,8 @@ def num_with(sources: list[dict[str, int]], *tiers: str) -> int:
 
 def test_conversations_stay_where_they_are_and_survive_a_killed_server(fleet: Fleet, router_url: str) -> None:
     texts = [prompt_of(number) for number in range(NUM)]
-    say("first turns")
-    turn(fleet, router_url, texts)
+    say("first turns, eight at once: the router spreads by load")
+    turn(fleet, router_url, texts, at_once=8)
     shares = num_answered(fleet)
     say("second turns")
     num_back = num_with(turn(fleet, router_url, texts), "device", "host")
