@@ -25,9 +25,9 @@ Start = Callable[..., tuple[subprocess.Popen[str], str]]
 class Listening:
     """A router that reads all events anew whenever it is asked."""
 
-    def __init__(self, start: Start, folder: Path) -> None:
+    def __init__(self, start: Start, folder: Path, *more: str) -> None:
         live, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        flags = (*TINY, *TIERS, "--kv-offload-ssd-dir", str(folder))
+        flags = (*TINY, *TIERS, "--kv-offload-ssd-dir", str(folder), *more)
         self.process, url = start(
             *flags, "--kv-events", live, "--kv-events-replay", self.replay, "--kv-events-topic", "kv"
         )
@@ -84,7 +84,7 @@ def num_known(router: Router, prompt: list[int]) -> int:
 
 def test_requests_find_what_the_events_say(start_server: Start, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    told, r = Listening(start_server, tmp_path), random.Random(7)
+    told, r = Listening(start_server, tmp_path, "--sanitize=strict"), random.Random(7)
     prompts = [[r.randrange(5, 200) for _ in range(r.randint(40, 150))] for _ in range(24)]
     secret = [r.randrange(210, 250) for _ in range(100)]
     for prompt in prompts:
@@ -126,7 +126,7 @@ def test_after_a_kill_the_next_server_tells_of_the_disk_at_start(start_server: S
     told.process.wait(60)
     told.http.close()
 
-    told = Listening(start_server, tmp_path)
+    told = Listening(start_server, tmp_path, "--api-processes", "0")
     until(lambda: told.heard().held("STORAGE"), "the disk is told of before any request")
     router = told.settled()
     assert router.held("STORAGE") == before and not router.held("GPU") | router.held("CPU")
