@@ -24,7 +24,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench clean
+.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench dist wheel-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,8 @@ help:
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
+	@echo "make dist       wheels and sdists of penstock, its stores and heads, in dist/"
+	@echo "make wheel-check  the wheels in a clean environment: install, serve, chat, demo, uninstall; times and sizes"
 	@echo "make demo-picture  docs/pictures/demo.svg anew, from a run on this machine"
 	@echo "make bench      penstock bench (options: make bench ARGS='decode --help')"
 	@echo "make lint types format size trace clean"
@@ -156,6 +158,14 @@ routers: setup-dev
 # One change at a time in a copy of the tree, tested there: random ones, or ARGS='--kept' for those of tools/faults.toml.
 mutants: setup-dev
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+dist: setup-dev
+	rm -rf dist
+	for one in . $(STORES:%=./stores/%) ./heads; do $(BIN)/python -m build --no-isolation --outdir dist $$one >/dev/null || exit 1; done
+
+# Some minutes; needs pip's index, and a folder for 2 GB under $$TMPDIR.
+wheel-check: dist
+	$(BIN)/python tools/wheel_check.py dist
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -5,6 +5,9 @@ meets both.
     PYTHONPATH=src python benchmarks/overhead.py tiers       fresh prompts, so that nothing is reused
     PYTHONPATH=src python benchmarks/overhead.py sanitizer   crowds on a tiny model; also beside a copy of the
                                                              source that never asks for an observer
+    PYTHONPATH=src python benchmarks/overhead.py trace       the same crowds, with and without a trace
+    PYTHONPATH=src python benchmarks/overhead.py answers     a trace of answers by the embedded model
+                                                             (both: CPU time of the process)
 """
 
 from __future__ import annotations
@@ -22,14 +25,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from driver import Side, flags, write
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.engine.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # turns of each side that do not count
 CUT = "cut out"
 # sides in order: each is compared with the one before
-SIDES = {"tiers": ("off", "on"), "sanitizer": (CUT, "off", "on")}
+SIDES = {
+    "tiers": ("off", "on"),
+    "sanitizer": (CUT, "off", "on"),
+    "trace": (CUT, "off", "on"),
+    "answers": ("off", "on"),
+}
 
 
 # --------------------------------------------------------------------------------- the process of one side
@@ -37,33 +50,51 @@ SIDES = {"tiers": ("off", "on"), "sanitizer": (CUT, "off", "on")}
 
 def serve(what: str, side: str) -> None:
     """For every line on stdin one turn, and its seconds on stdout."""
-    with (_tiers if what == "tiers" else _sanitizer)(side) as turn:
+    kinds = {"tiers": _tiers, "sanitizer": _sanitizer, "trace": _trace, "answers": _answers}
+    with kinds[what](side) as turn:
         for number, _ in enumerate(sys.stdin):
             print(turn(number), flush=True)
 
 
 @contextmanager
 def _tiers(side: str) -> Iterator[Callable[[int], float]]:
-    from penstock.bench.run import Driver, random_prompts
     from penstock.config import Config, KvConfig, OffloadConfig
-    from penstock.engine.build import build
-    from penstock.engine.loop import settle_process
-    from penstock.models.progress import silent
 
     # Little host memory: pages are faulted in before the first turn, which is a cost that passes.
     is_on = side == "on"
     offload = OffloadConfig(enabled=is_on, host_gib=0.25 if is_on else None)
-    engine = build(Config(kv=KvConfig(device_gib=1.0), offload=offload), silent)
+    with _fresh_prompts(Config(kv=KvConfig(device_gib=1.0), offload=offload), time.perf_counter) as turn:
+        yield turn
+
+
+@contextmanager
+def _answers(side: str) -> Iterator[Callable[[int], float]]:
+    from penstock.config import Config, KvConfig, TraceConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        trace = TraceConfig(f"{folder}/trace.json") if side == "on" else TraceConfig()
+        with _fresh_prompts(Config(kv=KvConfig(device_gib=1.0), trace=trace), time.process_time) as turn:
+            yield turn
+
+
+@contextmanager
+def _fresh_prompts(config: Config, clock: Callable[[], float]) -> Iterator[Callable[[int], float]]:
+    from penstock.bench.run import Driver, random_prompts
+    from penstock.engine.build import build
+    from penstock.engine.loop import settle_process
+    from penstock.models.progress import silent
+
+    engine = build(config, silent)
     settle_process()
     driver = Driver(engine)
     driver.wait_ready()
 
     def turn(number: int) -> float:
         prompt = random_prompts(1, 512, engine.tokenizer.vocab_size, (7, number))[0]
-        started = time.perf_counter()
+        started = clock()
         driver.submit(prompt, 24)
         driver.run_all()
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         driver.flush()  # its saves end before the turn of the other side
         return seconds
 
@@ -75,27 +106,46 @@ def _tiers(side: str) -> Iterator[Callable[[int], float]]:
 def _sanitizer(side: str) -> Iterator[Callable[[int], float]]:
     from penstock.engine.build import build
     from penstock.sanitizer.sanitizer import Sanitizer
-    from tests.support.driving import run_all, settle_all, submit, tiny_config
+    from tests.support.driving import tiny_config
 
     sanitizer = Sanitizer() if side == "on" else None
-    engine = build(tiny_config(blocks=256, host_blocks=512), sanitizer=sanitizer)
+    with _crowds(
+        build(tiny_config(blocks=256, host_blocks=512), sanitizer=sanitizer), time.perf_counter
+    ) as turn:
+        yield turn
+    if sanitizer is not None and sanitizer.reports:
+        raise SystemExit("\n".join(map(str, sanitizer.reports)))
+
+
+@contextmanager
+def _trace(side: str) -> Iterator[Callable[[int], float]]:
+    from penstock.engine.build import build
+    from tests.support.driving import tiny_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/trace.json" if side == "on" else None
+        with _crowds(build(tiny_config(blocks=256, host_blocks=512, trace=file)), time.process_time) as turn:
+            yield turn
+
+
+@contextmanager
+def _crowds(engine: Engine, clock: Callable[[], float]) -> Iterator[Callable[[int], float]]:
+    from tests.support.driving import run_all, settle_all, submit
 
     def turn(number: int) -> float:
         rng = random.Random(number)
         stems = [rng.choices(range(1, 500), k=64) for _ in range(4)]
-        started = time.perf_counter()
+        started = clock()
         for _ in range(3):
             for stem in stems * 4:
                 submit(engine, stem + rng.choices(range(1, 500), k=rng.randrange(1, 40)), max_tokens=24)
             run_all(engine)
             settle_all(engine)
             engine.cache.reset(("device",))
-        return time.perf_counter() - started
+        return clock() - started
 
     yield turn
     engine.close(20.0)
-    if sanitizer is not None and sanitizer.reports:
-        raise SystemExit("\n".join(map(str, sanitizer.reports)))
 
 
 class WithoutObservers(ast.NodeTransformer):
@@ -109,10 +159,20 @@ class WithoutObservers(ast.NodeTransformer):
             return node.orelse or [ast.Pass()]
         return node
 
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        calls = [one for one in node.items if not ast.unparse(one.context_expr).startswith("self._watch.")]
+        node.items = calls
+        return node if calls else node.body
+
 
 def copy_without_observers(target: Path) -> None:
     shutil.copytree(ROOT / "src", target, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in [*target.glob("penstock/lanes/*.py"), *target.glob("penstock/kv/**/*.py")]:
+    for path in [
+        *target.glob("penstock/lanes/*.py"),
+        *target.glob("penstock/kv/**/*.py"),
+        *target.glob("penstock/engine/*.py"),
+    ]:
         tree = ast.fix_missing_locations(WithoutObservers().visit(ast.parse(path.read_text())))
         path.write_text(ast.unparse(tree))
 

@@ -35,9 +35,8 @@ COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
 
 def load_engine(config: Config) -> Engine:
     """Downloads a model from the hub first, unless its files are here."""
-    config = fetched(config)
     with ProgressBar() as bar:
-        return build(config, bar)
+        return build(fetched(config, bar), bar)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from penstock import __version__
 from penstock.commands.bench_arguments import add_bench
 from penstock.config import LoraConfig, ModelSource, ServerConfig
 from penstock.errors import ConfigError, PenstockError, UserError
@@ -32,6 +31,8 @@ from penstock.flags import (
     sampling_of,
     without_secrets,
 )
+from penstock.installation import described
+from penstock.settings_file import SettingsFile, add_settings_file, shown, take_in
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -43,13 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     it."""
     argv = sys.argv[1:] if argv is None else argv
     _ready_streams()
+    file = SettingsFile()
     try:
         args = make_parser().parse_args(argv)
+        file = take_in(args, argv)
         code: int = args.run(args)
         sys.stdout.flush()  # while a closed pipe can still be dealt with
         return code
     except PenstockError as error:
-        return _failed(str(error), argv, EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
+        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        return _failed(file.explained(str(error)), [*argv, *file.texts], code)
     except ModuleNotFoundError as error:
         if (error.name or "penstock").partition(".")[0] == "penstock":
             raise
@@ -96,7 +100,13 @@ def _drop_output() -> None:
 def make_parser() -> argparse.ArgumentParser:
     about = "An LLM inference engine whose KV cache outlives the accelerator."
     parser = Parser(prog="penstock", description=about)
-    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="show versions, and what is installed",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parser.set_defaults(run=parser.show_help)
     _add_serve(commands)
@@ -106,12 +116,24 @@ def make_parser() -> argparse.ArgumentParser:
     add_bench(commands, _run)
     _add_cache(commands)
     _add_doctor(commands)
+    _add_completion(commands, parser)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks for versions only when it is asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(described())
+        parser.exit()
 
 
 def _run(args: argparse.Namespace) -> int:
     """The config first: an error in it is said before a command is imported."""
     config = config_of(args)
+    if "print_config" in args and args.print_config:
+        print("\n".join(shown(args)))
+        return 0
     code: int = importlib.import_module(f"penstock.commands.{args.command}").run(args, config)
     return code
 
@@ -136,6 +158,7 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=parents)
     text = f"the same as --model (unset: {ModelSource().model})"
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help=text)
+    add_settings_file(parser)
     parser.set_defaults(run=_run, command="serve", model=None)  # so that two models are noticed
 
 
@@ -149,6 +172,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--raw", action="store_true", help=text)
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop where the model would")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write text and figures there, too")
+    add_settings_file(parser)
     parser.set_defaults(run=_write, command="chat")
 
 
@@ -158,6 +182,7 @@ def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a model", description=about, parents=parents)
     sampling_flags(parser, temperature=0.7, max_tokens=1024)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    add_settings_file(parser)
     parser.set_defaults(run=_write, command="chat")
 
 
@@ -168,7 +193,7 @@ def _add_demo(commands: Any) -> None:
     )
     parser = commands.add_parser("demo", help="see what it is for, in a minute", description=about)
     add_flags(parser, "model", "load_format", "device", "dtype", "weights", "deterministic")
-    add_flags(parser, "kv_offload_ssd_dir")
+    add_flags(parser, "no_download", "kv_offload_ssd_dir")
     text = "tokens of the document, cut or repeated (unset: all of it, some 2,000)"
     number(parser, "--tokens", text, kind=positive)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there")
@@ -202,3 +227,10 @@ def _add_doctor(commands: Any) -> None:
     add_flags(parser, "model", "device", "dtype", "weights", "device_kv_gib", "max_model_len")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the checks there")
     parser.set_defaults(run=_run, command="doctor")
+
+
+def _add_completion(commands: Any, whole: argparse.ArgumentParser) -> None:
+    about = "Print a script by which a shell completes commands, flags and what they take."
+    parser = commands.add_parser("completion", help="completion for a shell", description=about)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that is to complete")
+    parser.set_defaults(run=_run, command="completion", whole=whole)

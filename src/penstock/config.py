@@ -27,6 +27,10 @@ ScorerName = Literal["qk", "lru"]
 AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 
+# Built-in models: the one with weights, and those for dummy weights (`models.registry` has their dimensions).
+EMBEDDED = "smollm2-135m"
+DUMMIES = ("qwen3-4b", "qwen3-0.6b", "qwen3-30b-a3b", "tiny-qwen3", "tiny-qwen3-moe", "tiny-llama")
+
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
 _NAME_RULE = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
 _HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
@@ -159,10 +163,9 @@ class ModelSource(Settings):
     """Which weights to run, and how."""
 
     model: str = setting(
-        "smollm2-135m",
-        "a built-in name (smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, qwen3-30b-a3b, "
-        "tiny-qwen3, tiny-qwen3-moe, tiny-llama), a GGUF file, a directory with safetensors and a config, or "
-        "ORG/NAME on the Hugging Face hub",
+        EMBEDDED,
+        f"a built-in name ({EMBEDDED}; for dummy weights also {', '.join(DUMMIES)}), a GGUF file, a "
+        "directory with safetensors and a config, or ORG/NAME on the Hugging Face hub",
         metavar="NAME|PATH",
     )
     load_format: Literal["auto", "dummy"] = setting(
@@ -191,6 +194,9 @@ class ModelSource(Settings):
         False,
         "on the CPU: the same bits for the same tokens, whether they are computed or reused, alone or in a "
         "batch; prompts take longer",
+    )
+    download: bool = setting(
+        True, "fetch nothing: a model that is not on this machine is an error", name="no_download"
     )
 
     def check_together(self) -> None:
@@ -438,6 +444,22 @@ class SanitizeConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig(Settings):
+    """A file in Chrome's trace format."""
+
+    file: str | None = setting(
+        None,
+        "write what lanes, steps, transfers and requests do there, for ui.perfetto.dev",
+        name="trace",
+        metavar="FILE",
+    )
+    # some 150 bytes an event; a viewer in a browser takes little more
+    most_mib: int = setting(
+        256, "nothing is written after so many MiB", name="trace_mib", rule="positive", needs="file"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LoraConfig(Settings):
     """Adapters in PEFT's format."""
 
@@ -613,6 +635,7 @@ class Config:
     sanitize: SanitizeConfig = SanitizeConfig()
     lora: LoraConfig = LoraConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    trace: TraceConfig = TraceConfig()
 
     def shown(self) -> dict[str, Any]:
         """All fields, for reports. A store's URL is reduced to its scheme and host."""

@@ -497,6 +497,14 @@ class KvSource:
     computed: int = 0
 
 
+class Totals(NamedTuple):
+    """Of a whole request."""
+
+    written: int = 0  # tokens of its answer
+    drafted: int = 0  # drafts that steps verified for it
+    accepted: int = 0  # drafts of these that were kept
+
+
 class TokenEvent(NamedTuple):
     """One event for a request's listener. Events come in order, and the last one has `finish` set."""
 
@@ -519,6 +527,7 @@ class TokenEvent(NamedTuple):
     accepted: int = 0  # drafts of these that were kept
     # on the first event: some tokens attend to a part of the context only, or to KV computed that way
     scored: bool = False
+    totals: Totals | None = None  # on the last event, unless the engine failed
 
 
 Listener = Callable[[TokenEvent], None]

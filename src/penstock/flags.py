@@ -26,6 +26,7 @@ from penstock.config import (
     ServerConfig,
     Setting,
     SpeculationConfig,
+    TraceConfig,
     place_of,
     settings_of,
 )
@@ -41,6 +42,7 @@ TITLES = {
     EngineConfig: "scheduling",
     SpeculationConfig: "speculative decoding",
     SanitizeConfig: "safety",
+    TraceConfig: "trace",
     LoraConfig: "adapters",
     ServerConfig: "server",
 }
@@ -77,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            hints = filter(None, map(self._hint, unknown))
+            hints = filter(None, map(self.hint, unknown))
             self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return found, unknown
 
@@ -89,7 +91,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
-    def _hint(self, argument: str) -> str | None:
+    def hint(self, argument: str) -> str | None:
         flag = argument.partition("=")[0]
         if not flag.startswith("-"):
             return None
@@ -278,6 +280,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "lora": _adapter,
     "kv_offload_ssd_dir": _named,
     "kv_offload_remote": _store_url,
+    "trace": lambda text: str(new_file(text)),
 }
 
 

@@ -79,7 +79,7 @@ class LLM:
         config = config_from({"model": model or None, **options})
         self._show_progress = show_progress
         with self._progress() as progress:
-            self._engine = build(fetched(config), progress)
+            self._engine = build(fetched(config, progress), progress)
             self._prompts = _Prompts(self._engine)
             self._loop = EngineLoop(self._engine)
             self._lock = threading.Lock()

@@ -1,17 +1,20 @@
-"""The observer protocol: events that lanes and pools report. Owns no state; without an observer it costs one
-`is None` test.
+"""The observer protocols: what lanes, pools, steps, requests and the engine's loop report. Owns no state;
+without an observer it costs one `is None` test.
 
-An observer is passed to a lane or pool at construction; observed code never imports its observer.
+An observer is passed to what it observes at construction; observed code never imports its observer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from penstock.contract import Access, Fence
+    from penstock.contract import Access, Fence, KvSource, Request, StepPlan, StepResult, Totals
+
+T = TypeVar("T")
 
 
 class LaneObserver(Protocol):
@@ -66,41 +69,6 @@ class PoolObserver(Protocol):
         """The pool is closed, unless handles are `left`: then it stays open."""
 
 
-class BothPools:
-    """Two observers of the same pools."""
-
-    def __init__(self, first: PoolObserver, second: PoolObserver) -> None:
-        self._all = (first, second)
-
-    def opened(self, pool: str, num_slots: int) -> None:
-        for one in self._all:
-            one.opened(pool, num_slots)
-
-    def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
-        for one in self._all:
-            one.moved(pool, slots, old, new, owner)
-
-    def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
-        for one in self._all:
-            one.lent(pool, slots, owner)
-
-    def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
-        for one in self._all:
-            one.returned(pool, slots, owner, fence)
-
-    def sealed(self, pool: str, slot: int, key: bytes) -> None:
-        for one in self._all:
-            one.sealed(pool, slot, key)
-
-    def evicted(self, pool: str, slot: int, key: bytes) -> None:
-        for one in self._all:
-            one.evicted(pool, slot, key)
-
-    def closed(self, pool: str, left: Sequence[str]) -> None:
-        for one in self._all:
-            one.closed(pool, left)
-
-
 class EngineObserver(Protocol):
     """Sees the turns of the engine's loop, from its thread."""
 
@@ -109,6 +77,9 @@ class EngineObserver(Protocol):
 
     def may_wait(self, where: str) -> AbstractContextManager[None]:
         """Around an allowed wait, such as that for a step's result."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of a turn: `plan`, `launch`, `read`, `settle`, `save`. One may be inside another."""
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
         """Between two turns: the pool's own count of slots by state. Under the pool's lock if several threads
@@ -126,8 +97,100 @@ class Unwatched:
     def may_wait(self, where: str) -> AbstractContextManager[None]:
         return self._NOTHING
 
+    def part(self, name: str) -> AbstractContextManager[None]:
+        return self._NOTHING
+
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
         """Does nothing."""
+
+
+class RequestObserver(Protocol):
+    """Sees the lives of requests, from the engine thread: a few calls per request, none per token. Times are
+    of `time.monotonic()`. A call must take microseconds, not wait and not raise: steps wait for it."""
+
+    def request_arrived(self, request: Request, matched_s: float) -> None:
+        """It is in line, `waiting`. It came at `request.arrival_s`; of the time since, `matched_s` went into
+        hashing its prompt and looking it up in colder tiers."""
+
+    def request_moved(self, request_id: str, state: str, at_s: float) -> None:
+        """Its state is `loading`, `running` or `retracted` from now on, or `waiting` again."""
+
+    def request_answered(self, request_id: str, source: KvSource, loaded_s: float, at_s: float) -> None:
+        """Its first token was read; at `max_tokens` 0, its prompt is computed. `source`: where the KV of its
+        prompt came from. `loaded_s`: the time from the start of its load to its first step."""
+
+    def request_ended(self, request_id: str, finish: str, totals: Totals, at_s: float) -> None:
+        """`finish`: the value of a FinishReason. The last call for this request; each that arrived gets
+        it."""
+
+
+class StepObserver(Protocol):
+    """Sees steps, from the engine thread: two calls per step. The same rules."""
+
+    def step_launched(self, plan: StepPlan, at_s: float) -> None:
+        """It is on the compute lane. `plan.chunks` say which requests compute what in it."""
+
+    def step_read(self, result: StepResult, at_s: float) -> None:
+        """Its result was read; its events are not delivered yet."""
+
+
+class TransferObserver(Protocol):
+    """Sees blocks move between two tiers, from any thread. The same rules."""
+
+    def transfer_submitted(self, transfer: object, ends: tuple[str, str], label: str) -> None:
+        """From the first of `ends` to the second. `transfer` stands for it in the next call."""
+
+    def transfer_over(self, transfer: object, num_blocks: int, error: BaseException | None) -> None:
+        """Its end was seen. `num_blocks` were moved, unless there was an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """All who watch an engine, by what they see. Several of a kind hear in order."""
+
+    requests: tuple[RequestObserver, ...] = ()
+    steps: tuple[StepObserver, ...] = ()
+    lanes: tuple[LaneObserver, ...] = ()
+    pools: tuple[PoolObserver, ...] = ()
+    transfers: tuple[TransferObserver, ...] = ()
+    turns: tuple[EngineObserver, ...] = ()
+    contents: tuple[ContentObserver, ...] = ()
+
+    def __add__(self, other: Observers) -> Observers:
+        names = [field.name for field in fields(self)]
+        return Observers(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+def all_of(observers: Sequence[T]) -> T | None:
+    """One observer whose calls go to all of them in order; None if there are none."""
+    if len(observers) < 2:
+        return observers[0] if observers else None
+    return cast(T, _AllOf(observers))
+
+
+class _AllOf:
+    """For any of the protocols. A call that returns a context returns one that enters all."""
+
+    def __init__(self, observers: Sequence[object]) -> None:
+        self._observers = tuple(observers)
+
+    def __getattr__(self, name: str) -> Any:
+        calls = tuple(getattr(one, name) for one in self._observers)
+
+        def tell(*args: Any) -> Any:
+            told = [call(*args) for call in calls]
+            return None if told[0] is None else _entered(told)
+
+        setattr(self, name, tell)
+        return tell
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 class ContentObserver(Protocol):

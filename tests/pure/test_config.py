@@ -27,6 +27,7 @@ from penstock.config import (
     ServerConfig,
     Setting,
     SpeculationConfig,
+    TraceConfig,
     place_of,
     settings_of,
 )
@@ -107,6 +108,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (OffloadConfig, {"enabled": False, "remote": "s3://bucket"}, "--kv-offload-remote needs --kv-offload"),
     (SanitizeConfig, {"json_file": "f.json"}, "--sanitize-json needs --sanitize"),
     (SanitizeConfig, {"check_bytes": True}, "--sanitize-bytes needs --sanitize"),
+    (TraceConfig, {"file": "f.json", "most_mib": 0}, "--trace-mib must be positive"),
     (LoraConfig, {"adapters": (("", "x"),)}, "--lora ''"),
     (LoraConfig, {"adapters": (("a" * 129, "x"),)}, "at most 128"),
     (LoraConfig, {"adapters": (("a b", "x"),)}, "a name has letters"),

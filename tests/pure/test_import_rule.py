@@ -39,6 +39,7 @@ LAYERS = (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
         "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events",
         "penstock.sanitizer",
+        "penstock.trace",
     ),
     (
         " + ".join(
@@ -60,18 +61,22 @@ LAYERS = (
         ),
     ),
     ("penstock.server", "penstock.bench", "penstock.testing"),
-    ("penstock.flags + penstock.answer + penstock.progress + penstock.llm",),
+    (
+        "penstock.flags + penstock.answer + penstock.progress + penstock.llm + penstock.installation + "
+        "penstock.settings_file",
+    ),
     ("penstock.cli + penstock.commands + penstock.__main__",),
 )
 # storage works without the engine, which asks its door
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}
-ONLY = {"penstock.sanitizer": "penstock.sanitizer"}  # and the base
+ONLY = {"penstock.sanitizer": "penstock.sanitizer", "penstock.trace": "penstock.trace"}  # and the base
 PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("ngram", "length", "drafter"))
 NO_TORCH = (
     *LAYERS[0][0].split(" + "),
     "penstock.kv.blocks",
     "penstock.engine.scheduling",
     "penstock.sanitizer",
+    "penstock.trace",
     "penstock.text",
     *PURE_SPECULATION,
 )

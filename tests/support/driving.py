@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
+from penstock.config import (
+    GIB,
+    Config,
+    EngineConfig,
+    KvConfig,
+    ModelSource,
+    OffloadConfig,
+    SpeculationConfig,
+    TraceConfig,
+)
 from penstock.contract import (
     Adapter,
     FinishReason,
@@ -43,6 +52,7 @@ def tiny_config(
     kv = {name: engine.pop(name) for name in _KV if name in engine}
     offload = {name: engine.pop(name) for name in _OFFLOAD if name in engine}
     positions, speculate = engine.pop("positions", None), engine.pop("speculate", None)
+    trace = engine.pop("trace", None)
     host_gib = (
         (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None
     )
@@ -58,6 +68,7 @@ def tiny_config(
         engine=EngineConfig(**{"max_batch": 16, "prefill_chunk": 64, **engine}),
         offload=OffloadConfig(enabled=host_blocks > 0, host_gib=host_gib, **{"load_always": True, **offload}),
         speculation=SpeculationConfig(speculate),
+        trace=TraceConfig(None if trace is None else str(trace)),
     )
 
 

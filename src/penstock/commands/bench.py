@@ -31,7 +31,7 @@ from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.bench.ttft import RestartBench, TtftBench
 from penstock.bench.turns import TurnsBench
 from penstock.commands.bench_arguments import URL_VOCAB
-from penstock.config import Config
+from penstock.config import Config, TraceConfig
 from penstock.engine.loop import settle_process
 from penstock.errors import ConfigError, PenstockError
 from penstock.flags import SETTINGS, config_of, engine_flags
@@ -110,6 +110,8 @@ def _ttft(args: Namespace, config: Config) -> BenchReport:
         return _with_engine(config, TtftBench(args.tokens, args.repeat, args.seed))
     if not config.offload.enabled:
         raise ConfigError("--restart needs --kv-offload: nothing else outlives a process")
+    if config.trace.file is not None:
+        raise ConfigError("--restart: --trace writes one engine's file, and two processes would overwrite it")
     bench = RestartBench(args.tokens, args.repeat, args.seed)
     with scratch_ssd(config, needed=True) as config, ProgressBar() as bar:
         model, results = bench.measure(config, bar)
@@ -122,9 +124,9 @@ def _turns(args: Namespace, config: Config) -> BenchReport:
 
 
 def _agents(args: Namespace, config: Config) -> BenchReport:
-    chosen = select(read_conversations(args.trace), args.users, args.context, args.requests)
+    chosen = select(read_conversations(args.recorded), args.users, args.context, args.requests)
     given = {field.name: getattr(args, field.name) for field in fields(Asking) if field.name != "trace"}
-    asking = Asking(args.trace.name, **given)
+    asking = Asking(args.recorded.name, **given)
     if args.url is not None:
         return _agents_at_url(args, AgentsBench(asking, chosen))
     if args.api_key is not None or args.vocab is not None or args.hints:
@@ -179,6 +181,7 @@ def _deep(args: Namespace, config: Config) -> BenchReport:
     lengths = tuple(length for length in bench.lengths if not fits or bench.tokens_of(length) <= fits)
     if config.kv.resident_tokens is None or not lengths:
         return report
+    config = replace(config, trace=TraceConfig())  # the file is the first engine's
     kv = replace(config.kv, resident_tokens=None, residency="exact", pin_spans=())
     engine = replace(config.engine, max_model_len=bench.tokens_of(max(lengths)))
     rows, skipped = list(report.results.rows), list(report.results.skipped)

@@ -90,7 +90,7 @@ def _add_restart(parser: Any, group: Any) -> None:
 
 def _add_agents(parser: Any, group: Any) -> None:
     text = "a .jsonl or .jsonl.gz file with one conversation per line"
-    parser.add_argument("trace", type=Path, metavar="TRACE", help=text)
+    parser.add_argument("recorded", type=Path, metavar="TRACE", help=text)
     text = "whether they share the tokens that they shared with their parents"
     group.add_argument("--subagents", choices=("apart", "shared"), default="apart", help=text)
     text = "An OpenAI-compatible one, instead of an engine in this process."

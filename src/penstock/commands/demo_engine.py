@@ -36,11 +36,12 @@ Say = Callable[..., None]  # what is happening: a word, then what belongs to it
 
 def ask_all(engine: DemoEngine, tokens: int | None, blocks_on_disk: int, say: Say) -> EngineRun:
     """`tokens`: of the document; None: as long as it is. `blocks_on_disk` have to be found there first."""
-    started_s, config = time.monotonic(), fetched(engine.config)
+    started_s = time.monotonic()
 
     def progress(stage: str, done: int, total: int) -> None:
         say("progress", stage, done, total)
 
+    config = fetched(engine.config, progress)
     with _running(_sized(config, tokens), progress) as running:
         _wait_host(running, progress)
         if blocks_on_disk:

@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock import __version__
 from penstock.bench.report import describe_machine, device_of, installed_version
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.engine.build import CPU_KV_GIB, build, layout_for
 from penstock.engine.execution.threads import threads_by_load
 from penstock.errors import ConfigError, ModelError
+from penstock.installation import source
 from penstock.kv.memory import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
 from penstock.models import embedded
@@ -76,6 +78,7 @@ def run(args: Namespace, config: Config) -> int:
 
 
 def _checks(config: Config) -> Iterator[Check]:
+    yield Check("penstock", "ok", f"{__version__} ({source()})")
     yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Check("torch", "ok", f"{torch.__version__} on {cpu_name()}")
     threads = threads_by_load()  # as an engine would start now; measurements of this CPU are kept by it

@@ -79,7 +79,10 @@ def serve(config: Config, server: ServerConfig) -> int:
         name = hub_name(config.source.model)
         if name is not None and not server.served_names:
             server = replace(server, served_names=(name,))  # its directory is named after a revision
-        config = fetched(config)
+        from penstock.progress import ProgressBar
+
+        with ProgressBar() as bar:
+            config = fetched(config, bar)
         if server.api_processes == 0:
             return _serve_here(config, server, listener, run)
         from penstock.server.supervise import Supervisor

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock import __version__
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
 from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
@@ -69,11 +70,14 @@ from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
+from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import MtpHead, installed_head, read_head
+from penstock.trace.file import TraceFile
+from penstock.trace.recorder import observers_of
 
 log = logging.getLogger(__name__)
 
@@ -95,15 +99,24 @@ _CPU_PIECE_TOKENS = 4096
 _WAITING_PER_ROW = 16  # waiting requests allowed per row
 _MAX_STEP_DRAFTS = 64  # verified in one step: with many decoding requests, each further row costs time
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+_UNOBSERVED = Observers()
 _GUESSED_ROW = 0.05  # time of a further row relative to a one-row step, until measured
 
 
-def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
+def build(
+    config: Config,
+    progress: Progress = silent,
+    sanitizer: Sanitizer | None = None,
+    observers: Observers = _UNOBSERVED,
+) -> Engine:
     """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
+    setup = _Setup(config, device, progress, sanitizer, observers)
+    if sanitizer is not None:  # the first to hear: it may refuse
+        setup.observers = sanitizer.observers + setup.observers
     if device.type == "cuda":
-        return _build(_Setup(config, device, progress, sanitizer))
+        return _build(setup)
     # On a short-lived thread: OpenMP keeps a team for every thread that has computed. With more threads than
     # cores it puts workers to sleep between any two operations of the compute lane.
     made: Future[Engine] = Future()
@@ -112,7 +125,8 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
         try:
             threads = threads_by_load()
             threads.wait_first_look()
-            made.set_result(_build(_Setup(config, device, progress, sanitizer, threads)))
+            setup.threads = threads
+            made.set_result(_build(setup))
         except BaseException as error:
             made.set_exception(error)
 
@@ -120,7 +134,7 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     return made.result()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Setup:
     """What an engine is built from. `undo` closes parts if building fails: an open cache keeps its directory
     locked and its memory allocated."""
@@ -129,12 +143,13 @@ class _Setup:
     device: torch.device
     progress: Progress
     sanitizer: Sanitizer | None
+    observers: Observers
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
 
     def lane(self, name: str) -> Lane:
-        self.lanes.append(make_lane(name, self.device, self.sanitizer))
+        self.lanes.append(make_lane(name, self.device, all_of(self.observers.lanes)))
         self.undo.callback(_close, self.lanes[-1].close)
         return self.lanes[-1]
 
@@ -176,14 +191,33 @@ class _Sizes(NamedTuple):
 
 def _build(setup: _Setup) -> Engine:
     with setup.undo:
-        engine = _assemble(setup)
+        trace = _trace(setup)
+        models = _models(setup)
+        if trace is not None:
+            setup.observers += observers_of(trace, models.group.layout.block_bytes)
+        engine = _assemble(setup, models, trace)
         setup.undo.pop_all()
     return engine
 
 
-def _assemble(setup: _Setup) -> Engine:
-    config, models = setup.config, _models(setup)
-    loaded, read = models.loaded, lambda directory: read_adapter(directory, models.target)
+def _trace(setup: _Setup) -> TraceFile | None:
+    """Before weights are read, since it may be refused."""
+    config, device = setup.config.trace, setup.device.type
+    if config.file is None:
+        return None
+    note = "ops show when they were launched, transfers until their end was seen" if device == "cuda" else ""
+    about = {"penstock": __version__, "model": setup.config.source.model, "device": device, "note": note}
+    trace = TraceFile(config.file, config.most_mib << 20, about)
+    setup.undo.callback(trace.close)
+    return trace
+
+
+def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine:
+    config, loaded, read = (
+        setup.config,
+        models.loaded,
+        lambda directory: read_adapter(directory, models.target),
+    )
     adapters = open_store(config.lora, loaded.name, read, setup.progress)
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
@@ -215,6 +249,8 @@ def _assemble(setup: _Setup) -> Engine:
             residency=sizes.residency,
             resident_tokens=(budget.deep_blocks or models.num_blocks) * cache.block_tokens,
             scoring=scoring,
+            observers=setup.observers,
+            trace=trace,
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,
@@ -252,7 +288,7 @@ def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
     scope = _scope(models.target, models.group.layout, digest)
-    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.sanitizer)
+    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
     return storage
 

@@ -31,7 +31,7 @@ from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache
 from penstock.lanes.cuda import as_current
 from penstock.models.progress import Progress, silent
-from penstock.observe import EngineObserver, Unwatched
+from penstock.observe import EngineObserver, Unwatched, all_of
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class Engine:
         self.residency = parts.residency  # what requests may ask for if they do not fit
         # without a GPU, compute needs the core
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
-        self._outbox = Outbox()
+        self._outbox = Outbox(all_of(parts.observers.requests))
         self._seeds = random.Random(parts.seed)
         self._load_exposed_s = 0.0
-        self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
+        self._watch: EngineObserver = all_of(parts.observers.turns) or Unwatched()
         self.kv = CacheCalls(parts.cache, self._inbox, parts.limits)
         self.turns = EngineTurns(parts, self._outbox, self.kv.flushes, self._watch)
         # Host memory promised to deep requests may not be pinned by snapshots.
@@ -287,6 +287,8 @@ class Engine:
             self.fail_all(error)
             raise
         self._end_all("the engine is closed")
+        if self.parts.trace is not None:
+            self.parts.trace.close()
 
     def _end_all(self, why: str) -> None:
         """Fail every waiting caller and end every open request. No events follow."""
@@ -299,7 +301,7 @@ class Engine:
             self._give_up(request, listener, lease, InvalidRequest(f"request id {request.id} is in use"))
             return
         self.parts.scheduler.add(request, lease)  # if it raises, the request was never open
-        self._outbox.open(request.id, listener, request.arrival_s, matched_s)
+        self._outbox.open(request, listener, matched_s)
 
     def _give_up(
         self, request: Request, listener: Listener, lease: Lease | None, error: BaseException

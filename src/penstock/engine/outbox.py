@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.contract import FinishReason, Listener, Start, TokenEvent
+from penstock.contract import FinishReason, Listener, Request, Start, TokenEvent, Totals
 from penstock.engine.scheduling.stages import State
 from penstock.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
 from penstock.figures import Histogram
+from penstock.observe import RequestObserver
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ class _Open:
 class Outbox:
     """Listeners of open requests. Used by the engine thread; other threads read only its size."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: RequestObserver | None = None) -> None:
+        self._observer = observer
         self._open: dict[str, _Open] = {}
         self.after: list[Callable[[], None]] = []  # called when all events of a step are delivered
         self.ttft = Histogram(TTFT_BOUNDS_S)
@@ -46,8 +48,10 @@ class Outbox:
     def open_ids(self) -> list[str]:
         return list(self._open)
 
-    def open(self, request_id: str, listener: Listener, arrival_s: float, matched_s: float = 0.0) -> None:
-        self._open[request_id] = _Open(listener, arrival_s, matched_s)
+    def open(self, request: Request, listener: Listener, matched_s: float = 0.0) -> None:
+        self._open[request.id] = _Open(listener, request.arrival_s, matched_s)
+        if self._observer is not None:
+            self._observer.request_arrived(request, matched_s)
 
     def note_starts(self, starts: Iterable[Start]) -> None:
         """A step with these requests was launched. A retracted request keeps its first start."""
@@ -58,7 +62,7 @@ class Outbox:
                 entry.started_s = now
 
     def note_moves(self, moves: Iterable[tuple[str, State]]) -> None:
-        """Requests that began to load, were retracted or resumed since the last call."""
+        """The new states of requests since the last call."""
         now = time.monotonic()
         for request_id, state in moves:
             if (entry := self._open.get(request_id)) is None:
@@ -66,9 +70,12 @@ class Outbox:
             if state is State.LOADING:
                 entry.loading_s = entry.loading_s or now
             elif state is State.RETRACTED:
-                entry.retracted_s = now
-            else:
+                entry.retracted_s = entry.retracted_s or now
+            elif state is State.RUNNING and entry.retracted_s:
                 self.resume.add(now - entry.retracted_s)
+                entry.retracted_s = 0.0
+            if self._observer is not None:
+                self._observer.request_moved(request_id, state.value, now)
 
     def publish(self, events: Iterable[TokenEvent | None]) -> None:
         """Deliver events to their listeners; an event with `finish` set is a request's last. If a listener
@@ -89,8 +96,14 @@ class Outbox:
                 event = event._replace(
                     waited_s=entry.started_s - entry.arrival_s, matched_s=entry.matched_s, loaded_s=loaded_s
                 )
+                if self._observer is not None and event.source is not None:
+                    self._observer.request_answered(event.request_id, event.source, loaded_s, now)
             if event.finish is not None:
                 del self._open[event.request_id]
+                if self._observer is not None:
+                    self._observer.request_ended(
+                        event.request_id, event.finish.value, event.totals or Totals(), now
+                    )
             try:
                 entry.listener(event)
             except Exception:
@@ -102,7 +115,10 @@ class Outbox:
         """End every open request with an error event. Never raises: a failing listener does not keep events
         from the others."""
         for request_id in self.open_ids():
-            self.refuse(request_id, self._open.pop(request_id).listener, why)
+            listener = self._open.pop(request_id).listener
+            if self._observer is not None:
+                self._observer.request_ended(request_id, FinishReason.ERROR.value, Totals(), time.monotonic())
+            self.refuse(request_id, listener, why)
 
     def refuse(self, request_id: str, listener: Listener, why: str) -> None:
         """Send an error event to a request that was not opened, or is open no more. Never raises."""

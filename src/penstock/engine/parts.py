@@ -18,8 +18,10 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory import DeviceArena
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
+from penstock.observe import Observers
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.drafter import Speculation
+from penstock.trace.file import TraceFile
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class EngineParts:
     residency: ResidencyChoice
     resident_tokens: int  # of a request on the device; one that may need more is deep
     scoring: ScoringCost
+    observers: Observers
     sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
+    trace: TraceFile | None = None  # written by one of the observers
     speculation: Speculation | None = None  # proposes tokens, if enabled
     threads: ThreadsByLoad | None = None  # compute threads, on a CPU

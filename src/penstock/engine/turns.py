@@ -14,13 +14,14 @@ from penstock.engine.pace import Pace
 from penstock.engine.parts import EngineParts
 from penstock.engine.scheduling.scheduler import News, Planned
 from penstock.lanes.lane import POLL_S
-from penstock.observe import EngineObserver
+from penstock.observe import EngineObserver, StepObserver, all_of
 
 
 class EngineTurns:
     """Called by the engine thread. Only reading a result blocks, and waiting for grammar masks."""
 
     def __init__(self, parts: EngineParts, outbox: Outbox, flushes: Flushes, watch: EngineObserver) -> None:
+        self._observer: StepObserver | None = all_of(parts.observers.steps)
         self.running: RunningStep | None = None  # launched, not read yet
         self.num_steps = self.num_host_steps = 0
         self.blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
@@ -35,7 +36,8 @@ class EngineTurns:
         """Returns whether anything was done."""
         settled = self.settle()
         reads = self.running is not None
-        planned = self._plan()
+        with self._watch.part("plan"):
+            planned = self._plan()
         launched = None if planned.plan is None else self.launch(planned.plan, planned.waits)
         previous, self.running = self.running, launched
         if previous is not None:
@@ -68,7 +70,8 @@ class EngineTurns:
         self._outbox.note_moves(news.moves)
 
     def launch(self, plan: StepPlan, waits: Waits) -> RunningStep:
-        running = self._parts.executor.launch(plan, waits)
+        with self._watch.part("launch"):
+            running = self._parts.executor.launch(plan, waits)
         if plan.reads_host:
             self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
             self.num_host_steps += 1
@@ -76,6 +79,8 @@ class EngineTurns:
         self._parts.scheduler.launched(running.fence, is_whole=running.late is None)
         self._outbox.note_starts(plan.starts)
         self.num_steps += 1
+        if self._observer is not None:
+            self._observer.step_launched(plan, time.monotonic())
         return running
 
     def read_running(self) -> None:
@@ -92,6 +97,8 @@ class EngineTurns:
         with self._watch.may_wait("result"):
             result = step.wait_result()
         self.blocked_s["result"] += time.monotonic() - started
+        if self._observer is not None:
+            self._observer.step_read(result, time.monotonic())
         if step.number == self._host_step[0]:
             # the same time again for other steps
             self._reads_host_s = 2 * time.monotonic() - self._host_step[1]
@@ -103,13 +110,15 @@ class EngineTurns:
         while result.error is None and any(not load.settled for load in step.loads):
             time.sleep(POLL_S)
             self.settle()
-        events, news = self._parts.scheduler.commit(result)
-        if (masks := self._parts.executor.masks).answers:
-            # their masks can be computed now
-            masks.advance((event.request_id, event.tokens) for event in events)
-        self._outbox.publish(events)
+        with self._watch.part("commit"):
+            events, news = self._parts.scheduler.commit(result)
+            if (masks := self._parts.executor.masks).answers:
+                # their masks can be computed now
+                masks.advance((event.request_id, event.tokens) for event in events)
+            self._outbox.publish(events)
         started = time.monotonic()
-        self._parts.cache.submit_saves()
+        with self._watch.part("save"):
+            self._parts.cache.submit_saves()
         self.blocked_s["save"] += time.monotonic() - started
         self._hear(news)
 
@@ -119,7 +128,7 @@ class EngineTurns:
             return step
         started = time.monotonic()
         scheduler = self._parts.scheduler
-        with self._watch.may_wait("result"):
+        with self._watch.may_wait("masks"):
             step = self._parts.executor.sample(step)
         # the draft model runs after the sampling, over the same slots
         scheduler.launched(step.fence)
@@ -130,7 +139,8 @@ class EngineTurns:
     def settle(self) -> bool:
         """Take in transfers that are over; returns whether there were any."""
         started = time.monotonic()
-        settled = self._parts.cache.settle()
+        with self._watch.part("settle"):
+            settled = self._parts.cache.settle()
         self.blocked_s["settle"] += time.monotonic() - started
         if self._flushes:
             self._flushes.end()

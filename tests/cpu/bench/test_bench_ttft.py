@@ -258,3 +258,5 @@ def test_the_command_restarts_in_new_processes_and_leaves_no_directory(
     assert [path.read_text() for path in near.iterdir()] == ["a cache of others"]
     assert main(["bench", "ttft", "--restart", "--no-kv-offload"]) == 2
     assert "--restart needs --kv-offload" in capsys.readouterr().err
+    assert main(["bench", "ttft", "--restart", "--trace", str(tmp_path / "trace.json")]) == 2
+    assert "--restart: --trace" in capsys.readouterr().err

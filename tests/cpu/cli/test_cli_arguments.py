@@ -5,6 +5,8 @@ Holds invariant 26: a flag that is unknown or has no effect is refused."""
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import platform
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli
+from penstock import __version__, cli
 from penstock.config import (
     Config,
     EngineConfig,
@@ -23,6 +25,7 @@ from penstock.config import (
     SanitizeConfig,
     ServerConfig,
     SpeculationConfig,
+    TraceConfig,
 )
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 from penstock.flags import SETTINGS, VLLM, config_from, config_of, instead_of, sampling_of
@@ -62,6 +65,8 @@ BAD = {
     "generate x --min-p 1.5": "--min-p",
     "generate x --stop ": "--stop",
     "generate x --json /": "--json",
+    "generate x --trace /nowhere/trace.json": "--trace: '/nowhere/trace.json' cannot be written",
+    "serve --trace-mib 256": "--trace-mib needs --trace",
     "chat --ignore-eos": "--ignore-eos",
     "serve --port http": "--port",
     "serve --api-key ": "--api-key (or $PENSTOCK_API_KEY) is empty",
@@ -134,7 +139,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
     found = parsers(cli.make_parser())
-    assert len(found) == 20
+    assert len(found) == 21
     for parser in found:
         for action in parser._actions:
             flag = "/".join(action.option_strings) or action.dest
@@ -152,6 +157,17 @@ def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
 ENGINE = set(SETTINGS) & set(vars(cli.make_parser().parse_args(["chat"])))
 
 
+def test_the_version_says_what_is_installed_and_where(penstock):
+    ran = penstock("--version")
+    torch = importlib.metadata.version("torch")
+    place = f"checkout in {Path(__file__).parents[3]}"
+    assert ran == (
+        0,
+        f"penstock {__version__} ({place}), Python {platform.python_version()}, torch {torch}\n",
+        "",
+    )
+
+
 # ------------------------------------------------------------------------------------------- right arguments
 
 
@@ -162,24 +178,27 @@ def config_by(line: str) -> Config:
 def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
     given = (
         "--model m --load-format dummy --device cpu --dtype bfloat16 --weights int8 --deterministic --seed 7 "
+        "--no-download "
         "--block-tokens 32 --device-kv-gib 0.5 --no-prefix-cache --kv-resident-tokens 512 "
         "--kv-residency scored --kv-pin-spans 0-64,100-200 --kv-scorer lru --max-model-len 100 "
         "--max-batch 3 --prefill-chunk 64 --prefill-chunk-ms 80 --overcommit 2 --admission lifetime "
         "--no-capture --scheduling fifo --max-overtaken-s 5 --kv-offload-host-gib 2.5 --eviction cost "
         "--kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 --sanitize strict "
-        "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3"
+        "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
+        "--trace trace.json --trace-mib 9"
     )
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
     expected = Config(
-        ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True),
+        ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True, False),
         KvConfig(32, 0.5, None, False, 512, "scored", spans, "lru"),
         EngineConfig(100, 3, 64, 80.0, 2.0, "lifetime", "fifo", 5.0, False, 7),
         OffloadConfig(True, 2.5, "cost", ssd_dir="kv", ssd_gib=7.0, **offload),
         SanitizeConfig("strict", "findings.json", True),
         LoraConfig((("a", "one"), ("org/b", "two=2")), "adapters"),
         SpeculationConfig("draft:d", 3),
+        TraceConfig("trace.json", 9),
     )
     adapters = "--lora a=one --lora org/b=two=2"
     assert config_by(f"serve {given} {adapters} --lora-dir adapters") == expected

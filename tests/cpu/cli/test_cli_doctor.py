@@ -41,7 +41,18 @@ TINY = "--model tiny-llama --device cpu"
 
 def test_a_machine_that_can_run_it_gets_a_zero_and_a_file(examine):
     checks = examine(TINY, 0)
-    first = ["python", "torch", "threads", "device", "memory", "model", "weights", "KV", "cache folder"]
+    first = [
+        "penstock",
+        "python",
+        "torch",
+        "threads",
+        "device",
+        "memory",
+        "model",
+        "weights",
+        "KV",
+        "cache folder",
+    ]
     assert list(checks) == [*first, *doctor.OPTIONAL, "generation"]
     assert checks["generation"]["status"] == "ok"
     assert "32 prompt tokens reused" in checks["generation"]["detail"]

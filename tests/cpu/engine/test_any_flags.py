@@ -18,6 +18,7 @@ from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.pairwise import Case, pairwise
 from tests.support.driving import run_all, settle_all, submit, wait_scanned
 from tests.support.forced import forced
+from tests.support.trace_reader import read_trace
 
 MODEL = ("--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--dtype", "float32")
 OPTIONS = {
@@ -31,6 +32,7 @@ OPTIONS = {
     "--no-prefix-cache": (None, ""),
     "--eviction": EVICTIONS,
     "--sanitize-bytes": (None, ""),
+    "--trace": (None, "trace.json"),
     "--speculate": (None, "ngram", "mtp", "draft:tiny-qwen3"),
     "--speculate-tokens": (None, 1, 7, 15, 16),
     "blocks": ("few", "many"),
@@ -64,6 +66,8 @@ def flags_of(case: Case, head: Path, disk: Path) -> list[str]:
     )
     if not has_tiers and case["--eviction"] not in DEVICE_EVICTIONS:
         del given["--eviction"]
+    if case["--trace"] is not None:
+        given["--trace"] = disk.with_name(str(case["--trace"]))
     num_blocks = -(-MAX_MODEL_LEN // block) + 1
     given["--device-kv-blocks"] = num_blocks if case["blocks"] == "few" else 4 * num_blocks
     if is_deep:
@@ -126,3 +130,5 @@ def test_with_any_two_flags_a_warm_engine_says_what_it_says_without(
         assert answers(engine) == right, flags
         engine.check()
         engine.close(timeout_s=20.0)
+        if case["--trace"] is not None:
+            assert not read_trace(tmp_path / "trace.json").open

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock import cli
 from penstock.server.metrics import exposition
 from penstock.server.seats import RequestFigures
+from penstock.settings_file import take_in
 from tests.cpu.server.test_metrics import STATS, Fixed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,8 +90,12 @@ def test_the_unit_and_the_image_start_a_server_with_flags_that_exist() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(DEPLOY / "penstock.service")
-    words = [word for word in shlex.split(unit["Service"]["ExecStart"])[1:] if word != "$ARGS"]
-    assert cli.make_parser().parse_args(words).log_format == "json"
+    command, flag, file = shlex.split(unit["Service"]["ExecStart"])[1:]
+    words = [command, flag, str(DEPLOY / Path(file).name)]
+    args = cli.make_parser().parse_args(words)
+    take_in(args, words)
+    assert (args.log_format, args.kv_offload_ssd_dir) == ("json", "/var/lib/penstock")
+    assert f"/{unit['Service']['StateDirectory']}" in args.kv_offload_ssd_dir
     assert float(unit["Service"]["TimeoutStopSec"]) > 20 + 5
     # homes are hidden from it
     assert unit["Service"]["Environment"] == f"PENSTOCK_CACHE=/var/cache/{unit['Service']['CacheDirectory']}"

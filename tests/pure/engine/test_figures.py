@@ -52,6 +52,10 @@ def test_a_value_on_a_bound_belongs_to_what_lies_below_it() -> None:
 # ----------------------------------------------------------------------------------------------------- outbox
 
 
+def asked(name: str) -> Request:
+    return Request(name, [1], SamplingParams(max_tokens=1), arrival_s=98.0)
+
+
 def totals(outbox: Outbox) -> dict[str, tuple[int, float]]:
     kept = {"first": outbox.ttft, "between": outbox.inter_token, "resumed": outbox.resume}
     return {name: (sum(histogram.counts), round(histogram.total, 6)) for name, histogram in kept.items()}
@@ -59,7 +63,7 @@ def totals(outbox: Outbox) -> dict[str, tuple[int, float]]:
 
 def test_the_first_token_is_timed_from_the_arrival_and_later_ones_from_the_one_before(clock: Clock) -> None:
     outbox = Outbox()
-    outbox.open("r", lambda event: None, arrival_s=98.0)
+    outbox.open(asked("r"), lambda event: None)
     for now, tokens in ((100.0, (1,)), (100.5, (2,)), (102.5, (3, 4, 5, 6))):
         clock.now = now
         outbox.publish([TokenEvent("r", tokens)])
@@ -71,7 +75,7 @@ def test_the_first_token_is_timed_from_the_arrival_and_later_ones_from_the_one_b
 
 def test_a_retraction_is_timed_until_the_request_runs_again(clock: Clock) -> None:
     outbox = Outbox()
-    outbox.open("r", lambda event: None, arrival_s=98.0)
+    outbox.open(asked("r"), lambda event: None)
     outbox.note_moves([("r", State.RETRACTED), ("gone", State.RETRACTED)])
     clock.now += 3.0
     outbox.note_moves([("r", State.RUNNING), ("gone", State.RUNNING)])
@@ -84,10 +88,10 @@ def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock
     outbox = Outbox()
     heard: list[TokenEvent] = []
     for name in ("loads twice", "begins first", "loads nothing"):
-        outbox.open(name, heard.append, arrival_s=98.0, matched_s=0.25)
+        outbox.open(asked(name), heard.append, matched_s=0.25)
 
     def start(name: str) -> None:
-        outbox.note_starts([Start.of(0, Request(name, [1], SamplingParams(max_tokens=1)))])
+        outbox.note_starts([Start.of(0, asked(name))])
 
     start("begins first")
     clock.now = 101.0
@@ -110,7 +114,7 @@ def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) 
     """So that a listener may submit again under the same id."""
     outbox = Outbox()
     open_meanwhile: list[bool] = []
-    outbox.open("r", lambda event: open_meanwhile.append("r" in outbox), arrival_s=98.0)
+    outbox.open(asked("r"), lambda event: open_meanwhile.append("r" in outbox))
     outbox.publish([TokenEvent("r", (1,)), TokenEvent("r", finish=FinishReason.LENGTH)])
     assert open_meanwhile == [True, False]
 
@@ -119,9 +123,8 @@ def test_requests_that_end_with_an_error_are_closed_and_told_once() -> None:
     outbox, heard = Outbox(), list[tuple[str, bool, str | None]]()
     for name in ("one", "other"):
         outbox.open(
-            name,
+            asked(name),
             lambda event: heard.append((event.request_id, event.request_id in outbox, event.error)),
-            arrival_s=98.0,
         )
     outbox.end_all("the device is gone")
     outbox.end_all("the engine is closed")

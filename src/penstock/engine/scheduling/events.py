@@ -77,6 +77,8 @@ class Events:
         # Tokens after the one that ends it are dropped. The last sampled token was no draft.
         num_accepted = min(len(sampled.tokens) - 1, len(kept) + (stop_token is not None))
         self._counts.add_drafts(num_drafts, num_accepted)
+        life.num_drafted += num_drafts
+        life.num_accepted += num_accepted
         return event._replace(drafted=num_drafts, accepted=num_accepted)
 
     def of_end(self, life: Life, finish: FinishReason) -> TokenEvent:

@@ -21,6 +21,7 @@ from penstock.contract import (
     StepResult,
     TokenEvent,
     TokenScores,
+    Totals,
     Waits,
 )
 from penstock.engine.scheduling.admission import Admission
@@ -42,7 +43,7 @@ _NO_WAITS = Waits()
 class News(NamedTuple):
     """What happened to requests since the last plan or commit."""
 
-    moves: Sequence[tuple[str, State]] = ()  # requests that began to load, were retracted, or resumed
+    moves: Sequence[tuple[str, State]] = ()  # requests whose state has changed; their end is an event
     # scored requests that left, and the ranges of their key bounds that are kept
     left: Sequence[tuple[str, range]] = ()
 
@@ -280,12 +281,12 @@ class Scheduler:
         life.move(State.RETRACTED if life.num_retractions else State.WAITING)
         life.computes = True
         self.admission.wait(life, None)
+        self._moves.append((life.request.id, life.state))
 
     def _set_off(self, running: RunningRequest) -> None:
         """It joins the steps from now on."""
         self.running.set_off(running)
-        if running.life.num_retractions:
-            self._moves.append((running.request.id, State.RUNNING))
+        self._moves.append((running.request.id, State.RUNNING))
         self._next.set_up(running)
         self._drafts.drafter.started(running.life)
 
@@ -352,7 +353,7 @@ class Scheduler:
         del self.lives[life.request.id]
         if not self.lives:
             self.admission.conversations.forget()
-        return event
+        return event._replace(totals=Totals(life.num_written, life.num_drafted, life.num_accepted))
 
     # ------------------------------------------------------------------------------------------------- commit
 

@@ -84,6 +84,8 @@ class Life:
     running: RunningRequest | None = None
     num_in_flight: int = 0  # tokens being sampled, not yet known; an upper bound while drafts are verified
     num_retractions: int = 0
+    num_drafted: int = 0  # drafts verified for it
+    num_accepted: int = 0  # of these, kept
     computes: bool = False  # a load from colder tiers failed: it computes its KV instead
     ran: bool = False  # a step computed some of it: what it matches from now on may be its own KV
     started: bool = False  # its prompt has been counted and its first event sent

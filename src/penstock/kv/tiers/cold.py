@@ -25,8 +25,33 @@ from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.calls import Breaker, BreakerState, Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
+from penstock.observe import TransferObserver
 
 log = logging.getLogger(__name__)
+
+
+_Run = Callable[[StoreGroup], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tells an observer of calls that move blocks between two tiers."""
+
+    observer: TransferObserver
+    ends: tuple[str, str]
+
+    def submitted(self, group: StoreGroup, label: str) -> None:
+        self.observer.transfer_submitted(group, self.ends, label)
+
+    def run(self, call: _Run, group: StoreGroup) -> None:
+        try:
+            call(group)
+        finally:
+            self.over(group)
+
+    def over(self, group: StoreGroup) -> None:
+        num_blocks = sum(outcome is Outcome.DONE for outcome in group.outcomes)
+        self.observer.transfer_over(group, num_blocks, group.error)
 
 
 class StoreLanes:
@@ -34,8 +59,15 @@ class StoreLanes:
     sees the fence passed."""
 
     def __init__(
-        self, lanes: Sequence[Lane], arena: tuple[str, int], way: Way, tally: Tally, wake: Callable[[], None]
+        self,
+        lanes: Sequence[Lane],
+        arena: tuple[str, int],
+        way: Way,
+        tally: Tally,
+        wake: Callable[[], None],
+        watch: Watch | None = None,
     ) -> None:
+        self._watch = watch
         self._lanes = lanes
         self._next = cycle(lanes)
         self._arena, num_layers = arena
@@ -44,12 +76,13 @@ class StoreLanes:
         self._tally = tally
         self._wake = wake
 
-    def deal(
-        self, group: StoreGroup, after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str
-    ) -> None:
+    def deal(self, group: StoreGroup, after: Sequence[Fence], run: _Run, label: str) -> None:
         """Submit to the next lane, after `after`. Never raises: a group that cannot be submitted fails."""
         lane = next(self._next)
         self._tally.submitted(self._way, len(group.keys))
+        if self._watch is not None:
+            self._watch.submitted(group, label)
+            run = partial(self._watch.run, run)
         # a read of the store writes into host memory
         mode = Mode.WRITE if self._way is Way.READ else Mode.READ
         try:
@@ -60,6 +93,8 @@ class StoreLanes:
         except Exception as error:
             group.error = error
             self._tally.over(self._way, group.span, group.outcomes)
+            if self._watch is not None:
+                self._watch.over(group)
         self._close_group(group, lane)
 
     def after_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
@@ -135,6 +170,7 @@ class ColdLanes:
     readers: Sequence[Lane]
     writers: Sequence[Lane]
     asker: Lane | None  # None: the store answers from memory
+    observer: TransferObserver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +258,12 @@ class ColdTier:
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
         self._lanes = lanes
         self._limits = limits
-        self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
-        self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
+        reads = writes = None
+        if lanes.observer is not None:
+            reads = Watch(lanes.observer, (self.name, arena[0]))
+            writes = Watch(lanes.observer, (arena[0], self.name))
+        self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake(), reads)
+        self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake(), writes)
         self._asking = threading.Lock()
         self.findings: list[Finding] = []  # that `settle` has not seen ready
         self.readings: deque[StoreGroup] = deque()  # that `settle` has not seen end

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -348,7 +348,13 @@ class Log:
     results: list[StepResult] = field(default_factory=list)
     waits: dict[int, Waits] = field(default_factory=dict)  # by step: what the ids of its plan stand for
     moves: list[tuple[str, State]] = field(default_factory=list)  # of requests between states
+    states: dict[str, State] = field(default_factory=dict)  # of requests that have moved
     admitted: list[str] = field(default_factory=list)  # in order; those that were admitted again again
+
+    def hear(self, moves: Iterable[tuple[str, State]]) -> None:
+        for move in moves:
+            self.moves.append(move)
+            self.states[move[0]] = move[1]
 
 
 class World:
@@ -470,7 +476,7 @@ class World:
         loading = [i for i in self.cache.tables if self.state_of(i) == "loading"]
         planned = self.scheduler.plan() if reads_host else self.scheduler.plan(reads_host=False)
         plan = planned.plan
-        self.log.moves += planned.news.moves
+        self.log.hear(planned.news.moves)
         self.seen["retraction"] += self.scheduler.counts.retractions - retractions
         self.seen["retracted while loading"] += sum(self.state_of(i) == "retracted" for i in loading)
         if plan is not None:
@@ -512,7 +518,7 @@ class World:
         self.cache.settle()  # the engine does, too: what the step has waited for has come
         outcome = self.scheduler.commit(result)
         events = list(outcome.events)
-        self.log.moves += outcome.news.moves
+        self.log.hear(outcome.news.moves)
         told = [event.request_id for event in events]
         assert len(set(told)) == len(told) and set(told) <= still_open, (
             "one event per step, and none after the last"
@@ -605,6 +611,8 @@ class World:
         self.scheduler.check()
         self.cache.check()
         check_wants(self)
+        for request_id, life in self.scheduler.lives.items():
+            assert self.log.states.get(request_id, State.WAITING) is life.state, "its moves tell its state"
         slots = self.cache.stats().slots
         assert sum(slots["device"]) == self.cache.num_blocks
         if self.budget.overcommit == 1.0:

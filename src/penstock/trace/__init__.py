@@ -1,0 +1,2 @@
+"""`--trace`: what lanes, steps, transfers and requests do, as a file in Chrome's trace format. Observers, as
+is the sanitizer."""
