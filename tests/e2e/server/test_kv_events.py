@@ -17,6 +17,7 @@ from tests.support.kv_wire import replayed
 from tests.support.servers import free_port
 
 BLOCK = 16
+ALL = ("GPU", "CPU", "STORAGE")
 TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--max-model-len", "512")
 TIERS = ("--device-kv-blocks", "40", "--kv-offload-host-gib", "0.0015", "--kv-offload-ssd-gib", "0.002")
 Start = Callable[..., tuple[subprocess.Popen[str], str]]
@@ -66,12 +67,12 @@ class Listening:
         return self.heard()
 
 
-def num_known(router: Router, prompt: list[int]) -> int:
-    """Tokens of the longest prefix of `prompt` that some tier has. The last token is always computed."""
+def num_known(router: Router, prompt: list[int], *media: str) -> int:
+    """Tokens of the longest prefix of `prompt` that these tiers have. The last token is always computed."""
     by_content = {
         (router.parents[one], tokens): one
-        for blocks in router.blocks.values()
-        for one, tokens in blocks.items()
+        for medium in media
+        for one, tokens in router.blocks.get(medium, {}).items()
     }
     parent, num = None, 0
     while num + BLOCK <= len(prompt):
@@ -91,13 +92,18 @@ def test_requests_find_what_the_events_say(start_server: Start, tmp_path: Path) 
         told.ask(prompt)
     told.ask(secret, cache_salt="a tenant's")
     router = told.settled()
-    assert all(router.held(medium) for medium in ("GPU", "CPU", "STORAGE")), "every tier has been used"
+    assert all(router.held(medium) for medium in ALL), "every tier has been used"
     assert router.kinds.count("BlockRemoved") > 5, "every tier has been full"
     assert not router.tokens & set(range(210, 250)), "a tenant's tokens were published"
+    seen = []
     for prompt in r.sample(prompts, 8):
-        known = num_known(told.settled(), prompt)
+        router = told.settled()
+        on_device, known = num_known(router, prompt, "GPU"), num_known(router, prompt, *ALL)
         found = told.ask(prompt)
-        assert sum(found.values()) - found["computed"] == known, f"{known} were promised, and {found} came"
+        num_found = sum(found.values()) - found["computed"]  # a load may take longer than computing
+        assert on_device <= num_found <= known, f"{known} were promised, and {found} came"
+        seen.append(num_found == known)
+    assert any(seen)
 
     assert told.ask(secret, cache_salt="a tenant's")["computed"] < len(secret), "it is cached all the same"
     info = told.http.get("/get_server_info").json()
@@ -131,7 +137,9 @@ def test_after_a_kill_the_next_server_tells_of_the_disk_at_start(start_server: S
     router = told.settled()
     assert router.held("STORAGE") == before and not router.held("GPU") | router.held("CPU")
     assert 240 not in router.tokens
-    assert told.ask(prompts[0])["ssd"] == num_known(router, prompts[0]) >= 96
+    known = num_known(router, prompts[0], "STORAGE")
+    fetched = told.http.post("/cache/prefetch", json={"prompt": prompts[0]}).json()
+    assert fetched["blocks"] * BLOCK == known >= 96
     told.http.close()
 
 
