@@ -35,6 +35,7 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clien
 _NAME_RULE = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
 _HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?"
 _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
+_ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
@@ -255,6 +256,7 @@ class KvConfig(Settings):
     scorer: ScorerName = setting(
         "qk", "with scored residency: which other parts are on the device", name="kv_scorer"
     )
+    events: bool = False  # record which blocks are where, for the server's --kv-events
 
     def check_together(self) -> None:
         _need(not (wrong := wrong_spans(self.pin_spans)), f"--kv-pin-spans: {wrong}")
@@ -558,6 +560,20 @@ class ServerConfig(Settings):
         "for 4 cores, up to 4)",
         rule="between 0 and 64",
     )
+    # whoever connects sees the token ids of prompts
+    kv_events: str | None = setting(
+        None,
+        "tell KV-aware routers there which blocks are where, in vLLM's words, over ZeroMQ: "
+        "tcp://127.0.0.1:5557, or tcp://*:5557 for all addresses (unset: no events)",
+        metavar="ENDPOINT",
+    )
+    kv_events_replay: str | None = setting(
+        None,
+        "repeat earlier events there to routers that ask (unset: none)",
+        metavar="ENDPOINT",
+        needs="kv_events",
+    )
+    kv_events_topic: str = setting("", "topic of the events", metavar="TOPIC", needs="kv_events")
     log_format: Literal["text", "json"] = setting("text", "how lines on stderr look")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what goes to stderr")
 
@@ -578,10 +594,25 @@ class ServerConfig(Settings):
             self.otlp_endpoint is None or _is_collector(self.otlp_endpoint),
             f"--otlp-endpoint {self.otlp_endpoint!r} must be like http://127.0.0.1:4318",
         )
+        for name, endpoint in (("", self.kv_events), ("-replay", self.kv_events_replay)):
+            _need(
+                endpoint is None or _is_endpoint(endpoint),
+                f"--kv-events{name} {endpoint!r} must be like tcp://127.0.0.1:5557",
+            )
+        _need(
+            self.kv_events is None or self.kv_events != self.kv_events_replay,
+            "--kv-events and --kv-events-replay need ports of their own",
+        )
         _need(
             not self.public_metrics or self.api_key is not None,
             "--public-metrics needs --api-key: without a key everything is public",
         )
+
+
+def _is_endpoint(text: str) -> bool:
+    """An address to listen on, by ZeroMQ."""
+    found = _ENDPOINT.fullmatch(text)
+    return found is not None and 0 < int(found[1]) < 65536
 
 
 def _is_collector(url: str) -> bool:

@@ -98,3 +98,11 @@ class SnapshotFigures:
     expired: int = 0
     refused: int = 0  # for lack of space
     waiting: int = 0  # calls about them that have not begun
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventFigures:
+    """Of events about blocks. Totals that never fall."""
+
+    made: dict[str, int]  # events, by type
+    dropped: int  # changes for which there was no room

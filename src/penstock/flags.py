@@ -303,6 +303,7 @@ VLLM = {
     "kv-offloading-size swap-space cpu-offload-gb": (
         "`--kv-offload-host-gib`: GiB of host memory for KV; for weights there is none"
     ),
+    "kv-events-config": "`--kv-events`, `--kv-events-replay`, `--kv-events-topic`",
     "kv-transfer-config kv-offloading-backend": "`--kv-offload-ssd-dir`, `--kv-offload-remote`",
     "enable-lora lora-modules": "`--lora NAME=PATH`, `--lora-dir`",
     "allowed-origins": "`--cors-origin`",

@@ -37,7 +37,7 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
-        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots",
+        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events",
         "penstock.sanitizer",
         "penstock.trace",
     ),
@@ -91,6 +91,7 @@ WEB = (
     "starlette",
     "uvicorn",
     "msgspec",
+    "zmq",
     "httpx",
     "anyio",
     "h11",
@@ -255,6 +256,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     for path, module, is_package in modules():
         allowed = core | optional | (_names(extras["server"]) if inside(module, "penstock.server") else set())
         allowed |= {"opentelemetry"} if inside(module, "penstock.server.tracing") else set()  # the extra otel
+        allowed |= {"zmq"} if inside(module, "penstock.server.kv_events") else set()  # the extra events
         allowed |= _names(extras["hub"]) if inside(module, "penstock.models.hub") else set()
         allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()
         for line, target in imports_of(ast.parse(path.read_text()), module, is_package):

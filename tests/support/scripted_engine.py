@@ -218,6 +218,10 @@ class ScriptedEngine:
         return self
 
     @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         return ("device",)
 

@@ -8,6 +8,7 @@ do fronts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from socket import socket
 from types import ModuleType
@@ -49,6 +50,12 @@ def run(args: Namespace, config: Config) -> int:
             "--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install "
             "'penstock[otel]'"
         )
+    if args.kv_events is not None:
+        if importlib.util.find_spec("zmq") is None:
+            raise ConfigError(
+                "--kv-events needs pyzmq, which is not installed; run: pip install 'penstock[events]'"
+            )
+        config = replace(config, kv=replace(config.kv, events=True))
     if args.served_model is not None:
         if args.model is not None:
             raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
@@ -89,16 +96,36 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
     """Engine and HTTP in this process."""
     from penstock.answer import start_loop
 
-    engine, loop = _loaded(config)
-    try:
-        http = run.server_here(engine, loop, server, listener)
-        _log_summary(engine, config, server, http.url)
-        start_loop(loop)  # what takes long before the first request
-        http.run()
-    except ConfigError:
-        engine.close(timeout_s=20.0)  # nothing else was started
-        raise
+    with _publishing(server) as publish:
+        engine, loop = _loaded(config)
+        try:
+            http = run.server_here(engine, loop, server, listener)
+            _log_summary(engine, config, server, http.url)
+            publish(engine)
+            start_loop(loop)  # what takes long before the first request
+            http.run()
+        except ConfigError:
+            engine.close(timeout_s=20.0)  # nothing else was started
+            raise
     return 0
+
+
+@contextlib.contextmanager
+def _publishing(server: ServerConfig) -> Iterator[Callable[[Engine], None]]:
+    """The sockets of KV events, taken before the weights are read; what is yielded starts to send. Nothing of
+    it is imported if there are none."""
+    if server.kv_events is None:
+        yield lambda engine: None
+        return
+    from penstock.server.kv_events import listening
+
+    with listening(server) as publisher:
+
+        def publish(engine: Engine) -> None:
+            assert engine.cache.events is not None
+            publisher.start(engine.cache.events, engine.cache.block_tokens)
+
+        yield publish
 
 
 def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
@@ -110,9 +137,11 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
 
     config, server = unpacked(setup.config, Config), unpacked(setup.server, ServerConfig)
     parent.send(Starting(device_for(config).type))
-    engine, loop = _loaded(config)
-    _log_summary(engine, config, server, setup.url)
-    return EngineProcess(engine, loop, parent, server.shutdown_s).run(lambda: start_loop(loop))
+    with _publishing(server) as publish:
+        engine, loop = _loaded(config)
+        _log_summary(engine, config, server, setup.url)
+        publish(engine)
+        return EngineProcess(engine, loop, parent, server.shutdown_s).run(lambda: start_loop(loop))
 
 
 def _loaded(config: Config) -> tuple[Engine, EngineLoop]:
@@ -154,6 +183,7 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> d
         "max_batch": config.engine.max_batch,
         "max_concurrent": server.max_concurrent,
         "key": "needed" if server.api_key is not None else "not needed",
+        **({} if server.kv_events is None else {"kv_events": server.kv_events}),
         "url": url,
     }
 

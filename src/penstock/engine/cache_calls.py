@@ -74,6 +74,7 @@ class CacheCalls:
         self.cache = cache  # for the engine thread only
         stats = cache.stats()
         self.tiers = (*stats.slots, *stats.cold)  # all tiers, hottest first
+        self.block_tokens = cache.block_tokens
         num_blocks = sum(sum(counts) for counts in stats.slots.values())
         self.sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
         self.flushes = Flushes()

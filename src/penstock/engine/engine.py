@@ -182,6 +182,7 @@ class Engine:
                 counts.parts_fetched, counts.scorings, self.parts.scoring.seconds, counts.recall.copy()
             ),
             snapshots=self.snapshots.figures(),
+            kv_events=None if self.cache.events is None else self.cache.events.figures(),
             host_steps=self.turns.num_host_steps,
             drafted=tuple(counts.drafted_by_place),
             accepted=tuple(counts.accepted_by_place),

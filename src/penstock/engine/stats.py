@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
+from penstock.figures import (
+    Histogram,
+    KvEventFigures,
+    ResidencyFigures,
+    SessionFigures,
+    SnapshotFigures,
+    Traffic,
+)
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -37,3 +44,4 @@ class EngineStats:
     host_steps: int = 0  # steps that read KV of deep requests in host memory
     expected_tokens: dict[str, int] = field(default_factory=dict)  # by route: expected length of an answer
     snapshots: SnapshotFigures = field(default_factory=SnapshotFigures)
+    kv_events: KvEventFigures | None = None  # None: nothing is told

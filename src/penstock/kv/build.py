@@ -15,20 +15,22 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
-from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import ByteChecks, Mover, make_copier
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
-from penstock.observe import Observers, all_of
+from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
@@ -78,6 +80,9 @@ def open_cache(
     """`num_blocks` on the device, and the tiers that `config` names."""
     layout, rule = group.layout, group.rule
     arena = DeviceArena(layout, num_blocks, device)
+    reports = KvReports() if config.kv.events else None
+    if reports is not None:
+        observers += Observers(pools=(reports,))
     pool = BlockPool(num_blocks, arena.name, all_of(observers.pools), _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = (
@@ -86,12 +91,13 @@ def open_cache(
         else None
     )
     if host_arena is None:
-        return Opened(KvCache(pool, scope, config.kv.prefix_cache, rule=rule), arena, guard)
+        events = None if reports is None else KvEvents(reports, layout.block_tokens)
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, rule, events), arena, guard)
     checks = None
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
     # may raise; before anything runs
-    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes))
+    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), reports)
     host = _open_host(config, host_arena, device, observers)
     movers = make_movers(arena, host_arena, observers, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
@@ -101,7 +107,15 @@ def open_cache(
         for store in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
-    return Opened(KvCache(pool, scope, config.kv.prefix_cache, tiers, rule), arena, guard, host_arena)
+    events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
+    cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, rule, events)
+    return Opened(cache, arena, guard, host_arena)
+
+
+def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockStore]) -> KvEvents:
+    disk = next((store for store in stores if isinstance(store, SsdStore)), None)
+    kept = None if disk is None else TokenFile(disk, block_tokens * TOKEN_BYTES)
+    return KvEvents(reports, block_tokens, kept)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -168,13 +182,14 @@ def make_movers(
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 
 
-def _open_stores(config: Config, space: Space) -> Sequence[BlockStore]:
+def _open_stores(config: Config, space: Space, observer: PoolObserver | None) -> Sequence[BlockStore]:
     """Stores colder than host memory, hottest first. To add one, write a line here and a file with its
-    store."""
+    store. `observer`: of blocks that only this process can reach."""
     offload, stores = config.offload, list[BlockStore]()
     with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
         if offload.ssd_dir is not None:
-            stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
+            num_bytes = int(offload.ssd_gib * GIB)
+            stores.append(open_ssd(offload.ssd_dir, num_bytes, space, offload.eviction, None, observer))
             undo.callback(stores[-1].close)
         if offload.remote is not None:
             stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))

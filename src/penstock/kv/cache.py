@@ -21,6 +21,7 @@ from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
+from penstock.kv.events import KvEvents
 from penstock.kv.ledger import Ledger
 from penstock.kv.rules import PrefixRule
 from penstock.kv.tiers.cold import Writing
@@ -112,8 +113,9 @@ class KvCache(Ledger):
         prefix_cache: bool = True,
         tiers: Tiers | None = None,
         rule: PrefixRule | None = None,
+        events: KvEvents | None = None,
     ) -> None:
-        super().__init__(pool, scope, prefix_cache, tiers, rule)
+        super().__init__(pool, scope, prefix_cache, tiers, rule, events)
         self._num_promoted = 0
         self._closed = False
 

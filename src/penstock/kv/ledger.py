@@ -13,8 +13,9 @@ from penstock import contract
 from penstock.contract import Adapter, Lease, Match, Prefix
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.blocks.eviction import PoolWant
-from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
+from penstock.kv.blocks.key import Scope, Tokens, prefix_keys, token_bytes
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.events import KvEvents
 from penstock.kv.rules import PrefixRule, WholePrefix
 from penstock.kv.table import BlockTable, OpenTables
 from penstock.kv.tiers.host import HostLease, Part
@@ -26,7 +27,7 @@ _HOST_SPARE_SHARE = 8  # 1 / this of the host slots is never promised to deep re
 
 class Ledger:
     """Implements `contract.KvLedger`, which documents its calls, over one device pool and `tiers`. `rule`
-    says which blocks a request needs; None: all.
+    says which blocks a request needs; None: all. `events`: the pools of all tiers report to it.
 
     `prefix_cache` off: no device block gets a key, so none is found there, and every prefix comes from a
     colder tier. Without one, nothing is reused.
@@ -39,6 +40,7 @@ class Ledger:
         prefix_cache: bool = True,
         tiers: Tiers | None = None,
         rule: PrefixRule | None = None,
+        events: KvEvents | None = None,
     ) -> None:
         if not pool.num_slots:
             raise ConfigError(f"pool {pool.name!r} needs at least one slot")
@@ -61,7 +63,11 @@ class Ledger:
         self.num_pageable = num_host - num_host // _HOST_SPARE_SHARE
         self._pool = pool
         self._plain_digest = scope.of().digest()  # of requests without salt and adapter
-        self._tables = OpenTables(pool, tiers, self.rule, scope.block_tokens, prefix_cache)
+        self.events = events
+        self._reports = reports = None if events is None else events.reports
+        if reports is not None:
+            reports.make_public(self._plain_digest)
+        self._tables = OpenTables(pool, tiers, self.rule, scope.block_tokens, prefix_cache, reports)
 
     # ---------------------------------------------------------------------------------------------- questions
 
@@ -96,14 +102,20 @@ class Ledger:
         if not self._tables.shares:
             return None
         digest = self.scope.of(salt, adapter).digest() if salt or adapter is not None else self._plain_digest
-        return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
+        keys = prefix_keys(tokens, self.block_tokens, digest)
+        if self._reports is not None:
+            if adapter is not None and not salt:
+                self._reports.make_public(digest, adapter.name)
+            self._reports.tell(digest, None, keys, token_bytes(tokens))
+        return Prefix(digest, keys)
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
-        keys, size = prefix.keys, self.block_tokens
+        keys, more = prefix.keys, tokens[len(prefix.keys) * self.block_tokens :]
         last = keys[-1] if keys else None
-        return Prefix(
-            prefix.scope, (*keys, *prefix_keys(tokens[len(keys) * size :], size, prefix.scope, last))
-        )
+        new = prefix_keys(more, self.block_tokens, prefix.scope, last)
+        if self._reports is not None:
+            self._reports.tell(prefix.scope, last, new, token_bytes(more))
+        return Prefix(prefix.scope, (*keys, *new))
 
     def match(
         self,

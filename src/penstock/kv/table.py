@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from penstock.contract import Fence, Lease, Prefix
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold, Pin
-from penstock.kv.blocks.key import block_key, private_scope
+from penstock.kv.blocks.key import block_key, private_scope, token_bytes
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.events import KvReports
 from penstock.kv.rules import PrefixRule
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad
@@ -39,9 +40,16 @@ class OpenTables:
     found by their keys."""
 
     def __init__(
-        self, pool: BlockPool, tiers: Tiers, rule: PrefixRule, block_tokens: int, reuses: bool
+        self,
+        pool: BlockPool,
+        tiers: Tiers,
+        rule: PrefixRule,
+        block_tokens: int,
+        reuses: bool,
+        reports: KvReports | None = None,
     ) -> None:
         self.pool = pool
+        self.reports = reports
         self.rule = rule
         self.host, self.writeback = tiers.host, tiers.writeback
         self.saves, self.loads = tiers.saves, tiers.loads
@@ -276,8 +284,21 @@ class BlockTable:
         keys = self.next_keys(tokens, num_full)
         if self.own_scope is not None:
             tables.writeback.begin_unshared(keys[max(0, self.num_shared - first) :])
+        elif tables.reports is not None:
+            self._tell_new(tables.reports, keys, tokens)
         self.give_keys(keys)
         tables.saves.offer(hold, first, keys, fence, self.is_deep)
+
+    def _tell_new(self, reports: KvReports, keys: Sequence[bytes], tokens: Sequence[int]) -> None:
+        """The next blocks have `keys`; those after its prompt hold tokens that only it knows."""
+        assert self.prefix is not None
+        first, size = self.num_keyed, self.block_tokens
+        start = max(first, len(self.prefix.keys))
+        new = keys[start - first :]
+        if new:
+            parent = keys[start - first - 1] if start > first else self.sealed_keys[-1] if first else None
+            tokens = tokens[start * size : (start + len(new)) * size]
+            reports.tell(self.prefix.scope, parent, new, token_bytes(tokens))
 
     def next_keys(self, tokens: Sequence[int], num_full: int) -> list[bytes]:
         """Keys of blocks `num_keyed..num_full`. The prompt's keys are known; generated tokens continue the

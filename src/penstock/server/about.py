@@ -33,6 +33,8 @@ _TABLE = """
 /cache/prefetch post cache_prefetch: Bring KV up from colder tiers.
 /cache/flush post cache_flush: Wait until KV is saved.
 /cache/reset post cache_reset: Forget KV.
+/kv_event_sources get kv_event_sources: Where events about KV blocks are published.
+/get_server_info get server_info: What a router asks of a worker.
 /health get health: Whether requests are taken.
 /live get live: Whether the engine's loop comes round.
 /metrics get metrics: Figures for Prometheus.

@@ -41,7 +41,7 @@ from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.kept import KeptResponse
 from penstock.server.seats import RequestFigures
 
-VERSION = 10  # of everything below; both ends send it first
+VERSION = 11  # of everything below; both ends send it first
 MAX_BYTES = 256 << 20  # of one message; a longer one is garbage and is not read
 FlushLevel = Literal["captured", "visible", "persisted"]
 _LENGTH = struct.Struct("<I")
@@ -141,6 +141,7 @@ class Hello(Sent, tag=1):
     residency: ResidencyChoice
     # a front started during the warm-up learns from a later beat that the engine is warm
     is_warm: bool = True
+    block_tokens: int = 16
 
 
 class Tokens(Sent, tag=2):

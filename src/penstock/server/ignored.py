@@ -240,6 +240,10 @@ same; chat; [true]; reasoning is a field of the answer where the model reasons
     include_reasoning separate_reasoning
 same; chat; [true]; reasoning is streamed as it comes
     stream_reasoning
+same; completions chat; [false]; stop strings are cut off unless include_stop_str_in_output is true
+    no_stop_trim
+same; completions chat; [false]; hidden states are not given
+    return_hidden_states
 same; chat; [false]; nothing is put before a prompt
     safe_prompt
 same; chat; [[]]; chat templates are given the messages alone

@@ -281,6 +281,7 @@ class EngineService:
                 list(engine.adapters.all()),
                 engine.residency,
                 self.loop.is_warm,
+                engine.kv.block_tokens,
             )
             link.tell(hello)
             self._links = [*self._links, link]

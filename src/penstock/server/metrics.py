@@ -88,6 +88,11 @@ counter penstock_saves_postponed stats.traffic.postponed: \
 Blocks that stayed on the device alone while host memory was full.
 gauge penstock_leases_open stats.traffic.leases_open: Prefixes in colder tiers kept for requests in line.
 """
+_EVENTS = """
+counter penstock_kv_events stats.kv_events.made type: Events about KV blocks that were published, by type.
+counter penstock_kv_events_dropped stats.kv_events.dropped: \
+Changes of KV blocks for which the queue of events had no room: all is published anew after that.
+"""
 # Of every place after a request's last token, while drafts are verified.
 _DRAFTS = """
 counter penstock_spec_proposed proposed place: \
@@ -135,6 +140,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "engine": (_ENGINE,),
     "offload": (_TRAFFIC,),
     "drafts": (_DRAFTS,),
+    "events": (_EVENTS,),
     "sanitizer": (_SANITIZER,),
     "requests": (_REQUESTS, "model"),
     "build": (_BUILD,),
@@ -245,6 +251,7 @@ def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_p
     engine's, even if a front process answers."""
     registry, shown = CollectorRegistry(auto_describe=False), _figures(stats, figures, model)
     there = {"offload": stats.traffic is not None, "sanitizer": stats.sanitizer, "drafts": stats.drafted}
+    there["events"] = stats.kv_events is not None
     made = [
         family
         for name, (table, *labels) in TABLES.items()

@@ -293,6 +293,32 @@ async def on_metrics(service: Service, request: Request) -> Response:
     return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 
+async def on_kv_event_sources(service: Service, request: Request) -> Response:
+    """As vLLM answers: a list, which is empty if there are no events."""
+    config = service.config
+    source = {
+        "data_parallel_rank": 0,
+        "endpoint": config.kv_events,
+        "replay_endpoint": config.kv_events_replay,
+        "topic": config.kv_events_topic,
+    }
+    return json_response([] if config.kv_events is None else [source])
+
+
+async def on_server_info(service: Service, request: Request) -> Response:
+    facts = service.engine.facts
+    info = {
+        "version": __version__,
+        "model_path": facts.name,
+        "served_model_name": service.names[0],
+        "block_size": facts.block_tokens,
+        "max_model_len": service.engine.max_model_len,
+        "dp_size": 1,
+        "tp_size": 1,
+    }
+    return json_response(info)
+
+
 async def on_version(service: Service, request: Request) -> Response:
     return json_response({"version": __version__})
 

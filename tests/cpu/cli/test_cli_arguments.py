@@ -238,13 +238,17 @@ def test_every_server_flag_reaches_the_config(served, penstock):
         "--served-model-name a b/c --cors-origin http://a --cors-origin https://b:1 --max-body-bytes 2048 "
         "--max-concurrent 3 --shutdown-s 4 --read-timeout-s 5 --write-timeout-s 6 "
         "--allow-special-tokens-in-text --tool-call-parser json --reasoning-parser none --api-processes 7 "
+        "--kv-events tcp://*:5557 --kv-events-replay tcp://*:5558 --kv-events-topic t "
         "--log-format json --log-level error --generation-config none"
     )
     assert penstock(given).code == 0
     names, origins = ("a", "b/c"), ("http://a", "https://b:1")
-    limits = (2048, 3, 4.0, 5.0, 6.0, True, "json", "none", 7, "json", "error")
-    server = ServerConfig("127.0.0.9", 81, "k", True, "http://h:1", names, origins, *limits)
-    assert served == [(Config(ModelSource("m", generation_config="none")), server)]
+    limits = (2048, 3, 4.0, 5.0, 6.0, True, "json", "none", 7)
+    events = ("tcp://*:5557", "tcp://*:5558", "t")
+    server = ServerConfig(
+        "127.0.0.9", 81, "k", True, "http://h:1", names, origins, *limits, *events, "json", "error"
+    )
+    assert served == [(Config(ModelSource("m", generation_config="none"), KvConfig(events=True)), server)]
 
 
 def test_the_api_key_comes_from_its_flag_or_the_environment(served, penstock, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     assert type(engine.cache.saves._host.pool.idle.others) is type(make_order(eviction, 8))
     on_device = eviction if eviction in ("returning", "lru") else "lru"
     assert type(engine.cache._pool.idle.others) is type(make_order(on_device, 8))
-    ((directory, num_bytes, _, name),) = asked
+    ((directory, num_bytes, _, name, *_),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
 
 
@@ -106,7 +106,7 @@ def test_the_settings_of_colder_tiers_reach_them(
     )
     cache = engine.cache
     assert (cache.saves._host._lease_s, cache.saves.limits.load_deadline_s) == (77.0, 11.0)
-    (place, num_bytes, _, eviction), (url, _, timeout_s) = opened
+    (place, num_bytes, _, eviction, *_), (url, _, timeout_s) = opened
     assert (place, num_bytes, eviction) == (str(tmp_path / "kv"), GIB // 2, "cost")
     assert (url, timeout_s) == ("valkey://127.0.0.1:1", 3.0)
 

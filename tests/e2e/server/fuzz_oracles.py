@@ -590,6 +590,8 @@ _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     "/live": _plain(lambda case, reply: reply == {"status": "live"}),
     "/metrics": _exposition,
     "/version": _plain(lambda case, reply: set(reply) == {"version"}),
+    "/kv_event_sources": _plain(lambda case, reply: reply == []),
+    "/get_server_info": _plain(lambda case, reply: reply["max_model_len"] == MAX_MODEL_LEN),
     "/openapi.json": _plain(lambda case, reply: "/v1/completions" in reply["paths"]),
     "/": lambda case, answer: need(answer.body.startswith(b"<!doctype html>"), "the landing page is HTML"),
 }

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from penstock.config import AdmissionName
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.kv.blocks.key import KEY_BYTES
+from penstock.kv.events import KvEvents
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.loads import BlockLoad
@@ -43,6 +44,7 @@ class Stacked(Rig):
         num_host: int = 16,
         prefix_cache: bool = True,
         window: int = 0,
+        events: KvEvents | None = None,
     ) -> None:
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in tiers or ("ssd",)}
@@ -53,6 +55,7 @@ class Stacked(Rig):
             prefix_cache=prefix_cache,
             admission=admission,
             window=window,
+            events=events,
         )
         self.tiers = self.cache.cold_tiers
         self.loads._part_blocks = PART

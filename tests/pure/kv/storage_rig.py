@@ -10,6 +10,7 @@ from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.events import KvEvents
 from penstock.kv.memory import BlockLayout
 from penstock.kv.rules import rule_for
 from penstock.kv.tiers.cold import ColdTier
@@ -39,13 +40,15 @@ class Rig:
         prefix_cache: bool = True,
         admission: AdmissionName = "always",
         window: int = 0,
+        events: KvEvents | None = None,
     ) -> None:
         """`window`: tokens that a token sees; 0: all."""
         self.now_s = 0.0
+        reports = None if events is None else events.reports
         self.device, self.host_arena = TagArena("device", num_device, LAYERS), self.make_host_arena(num_host)
         self.lanes = SteppedLanes(self.device, self.host_arena)
-        self.pool = BlockPool(num_device, "device")
-        self.host = HostTier(BlockPool(num_host, "host"), BLOCK, 100.0, lambda: self.now_s)
+        self.pool = BlockPool(num_device, "device", reports)
+        self.host = HostTier(BlockPool(num_host, "host", reports), BLOCK, 100.0, lambda: self.now_s)
         self.load_copier, self.save_copier = (
             TagCopier(self.host_arena, self.device),
             TagCopier(self.device, self.host_arena),
@@ -57,7 +60,7 @@ class Rig:
         tiers = Tiers.of(self.pool, self.host, self.make_cold(), (loader, saver), LAYOUT, limits)
         self.loads, self.saves, self.writeback = tiers.loads, tiers.saves, tiers.writeback
         self.tiers = tiers
-        self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers, rule_for((window,), BLOCK))
+        self.cache = KvCache(self.pool, SCOPE, prefix_cache, tiers, rule_for((window,), BLOCK), events)
 
     def set_limits(self, limits: TierLimits) -> None:
         self.saves.limits = self.loads.costs.limits = limits

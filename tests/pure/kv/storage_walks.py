@@ -18,6 +18,7 @@ from typing import NamedTuple
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Match, Prefix
 from penstock.kv.blocks.eviction import PoolWant
+from penstock.kv.events import KvEvents
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import reads as reads_module
 from penstock.kv.tiers import writeback
@@ -71,7 +72,7 @@ class Shape(NamedTuple):
 class Walker:
     """Does events; the method's name is the event's."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, events: KvEvents | None = None) -> None:
         self.rig = Stacked(
             *shape.tiers,
             admission=shape.admission,
@@ -79,6 +80,7 @@ class Walker:
             num_host=shape.num_host,
             prefix_cache=shape.prefix_cache,
             window=shape.window,
+            events=events,
         )
         self.window = shape.window
         self.makes_room = shape.makes_room

@@ -90,7 +90,7 @@ def block_key(parent: bytes | None, tokens: Tokens, scope_digest: bytes) -> byte
     if parent is not None and len(parent) != KEY_BYTES:
         raise InvariantBroken(f"a parent key has {KEY_BYTES} bytes, got {len(parent)}")
     link = _ROOT if parent is None else _CHILD + parent
-    return blake2b(link + _token_bytes(tokens), key=scope_digest, digest_size=KEY_BYTES).digest()
+    return blake2b(link + token_bytes(tokens), key=scope_digest, digest_size=KEY_BYTES).digest()
 
 
 def prefix_keys(
@@ -99,7 +99,7 @@ def prefix_keys(
     """Keys of all full blocks of `tokens`, in order; an incomplete last block has none. They follow the block
     `parent`, if there is one."""
     num_full = len(tokens) // block_tokens
-    data = _token_bytes(tokens[: num_full * block_tokens])
+    data = token_bytes(tokens[: num_full * block_tokens])
     width = _TOKEN_BYTES * block_tokens
     keys: list[bytes] = []
     for start in range(0, len(data), width * _STRETCH):
@@ -130,7 +130,7 @@ def _chain(parent: bytes | None, data: bytes, width: int, scope_digest: bytes) -
 _known_chain = lru_cache(maxsize=_STRETCHES)(_chain)
 
 
-def _token_bytes(tokens: Tokens) -> bytes:
+def token_bytes(tokens: Tokens) -> bytes:
     """Little-endian, 32 bits, unsigned: a token that is not known yet (negative) or too large raises instead
     of wrapping into another."""
     if isinstance(tokens, np.ndarray):

@@ -100,9 +100,9 @@ def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(
         plan = world.plan()
     world.commit(plan)
     hashed: list[int] = []
-    token_bytes = key_module._token_bytes
+    token_bytes = key_module.token_bytes
     monkeypatch.setattr(
-        key_module, "_token_bytes", lambda tokens: hashed.append(len(tokens)) or token_bytes(tokens)
+        key_module, "token_bytes", lambda tokens: hashed.append(len(tokens)) or token_bytes(tokens)
     )
     life = world.scheduler.lives["r0"]
     world.scheduler.retract(world.scheduler.running.requests["r0"])

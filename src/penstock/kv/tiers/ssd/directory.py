@@ -40,6 +40,7 @@ _LOCK_TEXT = re.compile(rb"penstock (\d+)\n")
 _SEGMENT = re.compile(r"penstock-(\d{6})\.kv")
 _SNAPSHOT = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.snapshot")
 _UNFINISHED = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.new")
+_TOKENS = re.compile(r"penstock-([0-9a-f]{64})\.tokens")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -162,6 +163,13 @@ class Directory:
     def unfinished_files(self) -> list[Path]:
         """Manifests that a killed process had begun to write."""
         return list(_files(self.path, self.fd, _UNFINISHED).values())
+
+    def tokens_path(self, space: bytes) -> Path:
+        """Where the tokens of the blocks of a space are, for events."""
+        return self.path / f"penstock-{space.hex()}.tokens"
+
+    def token_files(self) -> list[Path]:
+        return list(_files(self.path, self.fd, _TOKENS).values())
 
     def open(self, path: Path, flags: int) -> int:
         """Raises OSError, and ConfigError if other users may write the file."""

@@ -44,6 +44,7 @@ from penstock.kv.tiers.ssd.segments import (
     unpack_slot,
 )
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written, pack
+from penstock.observe import PoolObserver
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,14 @@ class SlotIo:
 class OpenFiles:
     """What a store has open: its directory, the files in it, and the index over them. Closes once."""
 
-    def __init__(self, directory: Directory, max_bytes: int, space: Space, eviction: EvictionName) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        max_bytes: int,
+        space: Space,
+        eviction: EvictionName,
+        observer: PoolObserver | None,
+    ) -> None:
         """Owns `directory` from here on. Raises ConfigError, StoreFailed or OSError; then it is closed."""
         with contextlib.ExitStack() as undo:
             undo.callback(directory.close)
@@ -186,7 +194,7 @@ class OpenFiles:
             self.segments = Segments(directory, space, max_bytes)
             undo.callback(self.segments.close)
             num_slots = self.segments.num_slots
-            pool = BlockPool(num_slots, "ssd", eviction=make_order(eviction, num_slots))
+            pool = BlockPool(num_slots, "ssd", observer, make_order(eviction, num_slots))
             self.index = SlotIndex(pool, self.segments)
             directory.tidy()
             self._pin_found(space)  # before anything can overwrite them
@@ -227,7 +235,15 @@ class SsdStore:
     name = "ssd"
     local = True
 
-    def __init__(self, path: Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        space: Space,
+        eviction: EvictionName,
+        io: DiskIo,
+        observer: PoolObserver | None = None,
+    ) -> None:
         self._path = path
         self._space = space
         self._lock = threading.Lock()
@@ -235,8 +251,14 @@ class SsdStore:
         self._is_open = True
         self._closed = False  # for good
         self._pinned_keys: dict[str, Keys] = {}  # by snapshot, since the start
-        self._open = partial(OpenFiles, max_bytes=max_bytes, space=space, eviction=eviction)
+        self._open = partial(
+            OpenFiles, max_bytes=max_bytes, space=space, eviction=eviction, observer=observer
+        )
         self._now = self._open(make_directory(path, io))
+
+    @property
+    def space(self) -> bytes:
+        return self._space.digest
 
     @property
     def directory(self) -> Directory:
@@ -429,9 +451,14 @@ class SsdStore:
 
 
 def open_ssd(
-    directory: str | Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo | None = None
+    directory: str | Path,
+    max_bytes: int,
+    space: Space,
+    eviction: EvictionName,
+    io: DiskIo | None = None,
+    observer: PoolObserver | None = None,
 ) -> SsdStore:
     """The store in `directory`, which takes at most `max_bytes` of disk. Raises ConfigError if that can never
     work, if other users may write there, or if another process has the directory. Serves at once; earlier
     blocks are found as they are scanned."""
-    return SsdStore(Path(directory).absolute(), max_bytes, space, eviction, io or DiskIo())
+    return SsdStore(Path(directory).absolute(), max_bytes, space, eviction, io or DiskIo(), observer)

@@ -113,10 +113,11 @@ def clear(directory: str | Path, progress: Progress) -> Survey:
         found = Survey(
             opened.path, len(segments), snapshots=[SnapshotSurvey(path.name) for path in manifests]
         )
-        for done, path in enumerate([*segments, *manifests], 1):
+        files = [*segments, *manifests, *opened.token_files()]
+        for done, path in enumerate(files, 1):
             found.file_bytes += path.lstat().st_size
             opened.unlink(path)
-            progress(done, len(segments) + len(manifests))
+            progress(done, len(files))
         os.fsync(opened.fd)
         return found
 
