@@ -223,6 +223,7 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        place["HF_HUB_OFFLINE"] = "0"  # other tests forbid the hub for their whole process
         imports = "from penstock.config import *; from penstock.models.hub import fetched"
         for download in (False, True):
             program = f"{imports}; fetched(Config(ModelSource('org/name', download={download})))"
