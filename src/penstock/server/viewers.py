@@ -59,7 +59,7 @@ class Viewers:
         self._is_closed = False
         self._news = asyncio.Event()  # set once, when there is a newer event
         self._looking: asyncio.Task[None] | None = None
-        self._num = 0
+        self.num = 0  # that watch
 
     def close(self) -> None:
         """The server stops: all streams end now."""
@@ -70,14 +70,14 @@ class Viewers:
     def seat(self) -> Iterator[None]:
         """Raises Overloaded if all are taken. Looking begins with the first viewer and ends with the last."""
         with self._gate.take(1):
-            self._num += 1
+            self.num += 1
             if self._looking is None:
                 self._looking = asyncio.create_task(self._keep_looking())
             try:
                 yield
             finally:
-                self._num -= 1
-                if not self._num:
+                self.num -= 1
+                if not self.num:
                     self._looking.cancel()
                     self._looking, self._number = None, 0
 
