@@ -106,7 +106,7 @@ def service_of(loop: ScriptedLoop, **settings) -> Service:
 def serving(engine: ScriptedEngine | None = None, lives: Lives | None = None, **settings) -> Iterator[Served]:
     engine = engine or ScriptedEngine()
     loop = ScriptedLoop(engine)
-    config = ServerConfig(port=0, **{"shutdown_s": 5.0, **settings})
+    config = ServerConfig(**{"port": 0, "shutdown_s": 5.0, **settings})
     server = server_here(engine, loop, config, lives=lives)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -196,7 +196,7 @@ def test_a_stopping_server_ends_the_streams_at_once() -> None:
         events = stack.enter_context(watching(served))
         next(events)
         served.server.should_exit = True
-        assert all("figures" in event for event in events), "they end"
+        assert sum(1 for _ in itertools.islice(events, 2000)) < 2000, "it ends"
 
 
 def test_an_engine_that_does_not_answer_is_said_and_not_shown_as_zero(

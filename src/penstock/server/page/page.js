@@ -412,9 +412,9 @@ class Requests {
     at("no-rows").hidden = rows.length > 0;
     each(at("rows"), rows, addRow, (element, row) => showRow(element, row, row.id === this.chosen));
     if (focused) at("rows").querySelector(`button[data-id="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
-    const chosen = JSON.stringify(this.rows.get(this.chosen) ?? null);
-    if (this.chosen && (chosen !== this.chosenRow || chosen.includes('"ended":false'))) {
-      this.chosenRow = chosen;
+    const row = this.rows.get(this.chosen); // one of the chat may be here later
+    if (row && (!row.ended || JSON.stringify(row) !== this.chosenRow)) {
+      this.chosenRow = JSON.stringify(row);
       showLife(this.chosen);
     }
   }
@@ -567,7 +567,7 @@ class Chat {
   constructor() {
     /** @type {{role: string, content: string}[]} */
     this.messages = [];
-    this.last = "";
+    this.last = ["", ""]; // what was sent and what is shown of it
     /** @type {AbortController | null} */
     this.running = null;
     at("ask").addEventListener("submit", (/** @type {Event} */ event) => {
@@ -583,11 +583,11 @@ class Chat {
     at("again").addEventListener("click", () => {
       this.messages = [];
       this.add("hint", "New chat, the same question:");
-      this.send(this.last);
+      this.send(this.last[0], this.last[1]);
     });
     at("try").addEventListener("click", () => {
       at("example").checked = true;
-      this.ask("Who may open the gate?");
+      this.ask("Who opened the gate at night?");
     });
     at("stop").addEventListener("click", () => this.running?.abort());
   }
@@ -606,19 +606,16 @@ class Chat {
   async ask(question) {
     if (!question || this.running) return;
     at("question").value = "";
-    if (at("example").checked && !this.messages.length) {
-      const reply = await fetch("page/example.txt");
-      question = `${await reply.text()}\n\n${question}`;
-    }
-    this.send(question);
+    if (!at("example").checked || this.messages.length) return this.send(question, question);
+    const story = await (await fetch("page/example.txt")).text();
+    this.send(`${story}\n\nAnswer with one sentence from the text: ${question}`, `A story, and: ${question}`);
   }
 
-  /** @param {string} content */
-  async send(content) {
+  /** @param {string} content @param {string} shown of it */
+  async send(content, shown) {
     if (this.running) return;
-    this.last = content;
+    this.last = [content, shown];
     at("try").hidden = true;
-    const shown = content.length > 1500 ? `(a story of ${number(content.length)} characters) ${content.slice(content.lastIndexOf("\n\n") + 2)}` : content;
     this.add("asked", shown);
     const answer = this.add("answer", "");
     const body = make("span");
