@@ -5,16 +5,46 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import statistics
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from kv_events_cost import Server
 
-ROUNDS, VIEWERS, TOKENS, AT_ONCE, IDLE_S = 12, 10, 128, 4, 6.0
-# Reads one stream until it ends; in a process of its own, as a browser is.
-VIEWER = "import sys, urllib.request\nfor line in urllib.request.urlopen(sys.argv[1]): pass"
+ROUNDS, TOKENS, AT_ONCE, VIEWERS, IDLE_S = 30, 64, 4, 10, 45.0
+CASES = ("off", "on", "on, ten viewers")
+
+
+@contextlib.contextmanager
+def viewed(url: str, num: int) -> Iterator[None]:
+    """By so many, who read all that they get."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(num):
+            address = urlsplit(url)
+            link = stack.enter_context(socket.create_connection((address.hostname, address.port)))
+            link.sendall(b"GET /page/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in link.recv(1 << 16)
+            reader = threading.Thread(target=read_all, args=(link,))
+            reader.start()
+            stack.callback(reader.join)
+            stack.callback(link.shutdown, socket.SHUT_RDWR)
+        yield
+
+
+def read_all(link: socket.socket) -> None:
+    while link.recv(1 << 16):
+        pass
+
+
+def idle_cost(server: Server) -> float:
+    """CPU milliseconds of the engine's process in a second. The system counts in steps of 10 ms."""
+    before = sum(server.engine.cpu_times()[:2])
+    time.sleep(IDLE_S)
+    spent: float = sum(server.engine.cpu_times()[:2]) - before
+    return 1e3 * spent / IDLE_S
 
 
 def spread(values: list[float]) -> str:
@@ -22,42 +52,34 @@ def spread(values: list[float]) -> str:
     return f"{middle:.4f} (quartiles {low:.4f} to {high:.4f})"
 
 
-def idle_cost(server: Server) -> float:
-    """CPU milliseconds of the engine's process in a second without requests."""
-    before, began_s = sum(server.engine.cpu_times()[:2]), time.monotonic()
-    time.sleep(IDLE_S)
-    spent: float = sum(server.engine.cpu_times()[:2]) - before
-    return 1e3 * spent / (time.monotonic() - began_s)
-
-
 def main() -> None:
-    servers = {"off": Server("--no-page"), "on": Server(), "on, ten viewers": Server()}
-    names, r = list(servers), random.Random(1)
-    cost: dict[str, list[float]] = {name: [] for name in names}
-    speed: dict[str, list[float]] = {name: [] for name in names}
-    idle: dict[str, list[float]] = {name: [] for name in names}
-    with contextlib.ExitStack() as stack:
-        for server in servers.values():
-            stack.callback(server.process.kill)
-        for _ in range(VIEWERS):
-            url = f"{servers['on, ten viewers'].url}/page/events"
-            stack.callback(subprocess.Popen([sys.executable, "-c", VIEWER, url]).kill)
+    off, on, r = Server("--no-page"), Server(), random.Random(1)
+    cost: dict[str, list[float]] = {name: [] for name in CASES}
+    speed: dict[str, list[float]] = {name: [] for name in CASES}
+    try:
         for number in range(ROUNDS + 1):
             prompts = [[r.randrange(100, 40_000) for _ in range(20)] for _ in range(AT_ONCE)]
-            for name in names[number % 3 :] + names[: number % 3]:
-                began_s = time.monotonic()
-                spent = servers[name].cost(prompts, TOKENS, AT_ONCE)
+            for name in CASES[number % 3 :] + CASES[: number % 3]:
+                server = off if name == "off" else on
+                with viewed(server.url, VIEWERS if "viewers" in name else 0):
+                    began_s = time.monotonic()
+                    spent = server.cost(prompts, TOKENS, AT_ONCE)
+                    took_s = time.monotonic() - began_s
                 if number:  # the first warms up
                     cost[name].append(spent)
-                    speed[name].append(AT_ONCE * TOKENS / (time.monotonic() - began_s))
-                    idle[name].append(idle_cost(servers[name]))
+                    speed[name].append(AT_ONCE * TOKENS / took_s)
             print(f"round {number} of {ROUNDS}", flush=True)
-    for name in names:
-        shares = [one / base for one, base in zip(cost[name], cost["off"], strict=True)]
-        speeds = [one / base for one, base in zip(speed[name], speed["off"], strict=True)]
-        print(f"page {name}: CPU time of off {spread(shares)}; tokens a second of off {spread(speeds)}")
-        # the mean: the system counts a process's time in steps of 10 ms
-        print(f"page {name}: {statistics.mean(idle[name]):.2f} ms of CPU a second without requests")
+        for name, base in (("on", "off"), ("on, ten viewers", "on")):
+            shares = [one / other for one, other in zip(cost[name], cost[base], strict=True)]
+            speeds = [one / other for one, other in zip(speed[name], speed[base], strict=True)]
+            print(f"page {name}, by page {base}: CPU time {spread(shares)}, tokens a second {spread(speeds)}")
+        for name in CASES:
+            server = off if name == "off" else on
+            with viewed(server.url, VIEWERS if "viewers" in name else 0):
+                print(f"page {name}: {idle_cost(server):.2f} ms of CPU a second without requests")
+    finally:
+        for server in (off, on):
+            server.process.kill()
 
 
 if __name__ == "__main__":

@@ -93,11 +93,8 @@ def serious_faults(page: Any) -> list[str]:
     ]
 
 
-def test_a_server_at_work_and_a_store_that_is_killed(served: Served, open_page: OpenPage) -> None:
-    page = open_page(served.url, expected="ERR_")  # when the server ends
+def ask_twice(page: Any) -> None:
     said, life = page.locator("#said .from b"), page.locator("#life p")
-
-    # a newcomer asks twice
     page.click("#try")
     expect(said).to_have_count(1)
     expect(said.first).to_contain_text("prompt tokens computed")
@@ -107,8 +104,9 @@ def test_a_server_at_work_and_a_store_that_is_killed(served: Served, open_page: 
     expect(life).to_contain_text("in device memory")
     expect(life).to_contain_text("Ended: ")
 
-    # what others do shows
-    served.start_others()
+
+def expect_others(page: Any) -> None:
+    """What others do shows."""
     expect(page.locator(".host .level")).to_contain_text("full")
     expect(page.locator(".channel.moving").first).to_be_visible()
     expect(page.locator("#sources .legend")).to_contain_text("host")
@@ -116,12 +114,13 @@ def test_a_server_at_work_and_a_store_that_is_killed(served: Served, open_page: 
     expect(page.locator("#rows tr").nth(30)).to_be_attached()
     expect(page.locator("#failures")).to_contain_text("closed: in use")
 
-    for details in page.locator("summary").all():
-        details.click()
-    expect(page.locator("#sources tbody tr").first).to_be_attached()
-    assert serious_faults(page) == []
-    for details in page.locator("summary").all():
-        details.click()
+
+def check_looks(page: Any) -> None:
+    """In all sizes and colours; takes the pictures."""
+    for _ in ("open", "closed again"):
+        for details in page.locator("summary").all():
+            details.click()
+        assert serious_faults(page) == []
     page.evaluate("scrollTo(0, 0)")
     below = page.locator("#life").bounding_box()
     whole = {"x": 0, "y": 0, "width": 1400, "height": below["y"] + below["height"] + 16}
@@ -136,13 +135,19 @@ def test_a_server_at_work_and_a_store_that_is_killed(served: Served, open_page: 
     take_picture(page, "phone")
     page.set_viewport_size({"width": 1400, "height": 1000})
 
+
+def test_a_server_at_work_and_a_store_that_is_killed(served: Served, open_page: OpenPage) -> None:
+    page = open_page(served.url, expected="ERR_")  # when the server ends
+    ask_twice(page)
+    served.start_others()
+    expect_others(page)
+    check_looks(page)
     served.store.kill()
     expect(page.locator(".remote.fenced .level")).to_have_text("fenced off")
     expect(page.locator("#failures")).to_contain_text("open: fenced off")
     assert serious_faults(page) == []
     served.store.start()
     expect(page.locator(".remote .level")).to_have_text("usable")  # a probe has succeeded
-
     served.process.kill()
     expect(page.locator("#link-text")).to_contain_text("Connection lost, showing figures of")
     assert serious_faults(page) == []

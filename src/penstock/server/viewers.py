@@ -55,7 +55,8 @@ class Viewers:
         self._since = 0  # the last change of requests that is known
         self._number = 0  # of the newest event; 0: there is none yet
         self._figures: Mapping[str, Any] = {}
-        self._update = self._whole = b""  # the newest event; as a first one, if someone needed that
+        # the newest event, for those who have the one before; for others, if someone needed that
+        self._update = self._whole = b""
         self._is_closed = False
         self._news = asyncio.Event()  # set once, when there is a newer event
         self._looking: asyncio.Task[None] | None = None
@@ -90,7 +91,7 @@ class Viewers:
                 await self._news.wait()
                 continue
             is_next = 0 < seen == self._number - 1
-            seen, data = self._number, self._update if is_next else self._first()
+            seen, data = self._number, (self._update if is_next else b"") or self._first()
             await send(data)
 
     def _first(self) -> bytes:
@@ -103,24 +104,27 @@ class Viewers:
         while not self._is_closed:
             rows = await self._new_rows()
             self._number += 1
-            self._update, self._whole = _event({"figures": self._figures, "changed": rows}), b""
+            self._whole = b""
+            self._update = b"" if rows is None else _event({"figures": self._figures, "changed": rows})
             news, self._news = self._news, asyncio.Event()
             news.set()
             await asyncio.sleep(PERIOD_S)
 
-    async def _new_rows(self) -> list[dict[str, Any]]:
-        """Of requests that changed. If the engine does not answer, that is all there is to show."""
+    async def _new_rows(self) -> list[dict[str, Any]] | None:
+        """Of requests that changed; None: all rows are new. If the engine does not answer, that is all there
+        is to show."""
         try:
             found = await self._look(self._since)
             self._figures = figures_of(found)
-            return [row_of(life) for life in self._take_in(found.change)]
+            self._take_in(found.change)
+            return None if found.change.is_all else [row_of(life) for life in found.change.lives]
         except Exception as error:
             if not isinstance(error, PenstockError):
                 logger.exception("the figures of the page could not be made")
             self._figures = {"at": time.time(), "status": str(error) or type(error).__name__}
             return []
 
-    def _take_in(self, change: LivesChange) -> list[RequestLife]:
+    def _take_in(self, change: LivesChange) -> None:
         """Requests that ended first are dropped first, if there are too many."""
         if change.is_all:
             self._rows.clear()
@@ -129,7 +133,6 @@ class Viewers:
         if len(self._rows) > MOST_ROWS:
             last = sorted(self._rows.values(), key=lambda life: (life.ended_s is None, life.arrived_s))
             self._rows = {life.id: life for life in last[-MOST_ROWS:]}
-        return change.lives
 
 
 class ViewerStream:

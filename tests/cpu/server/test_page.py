@@ -21,7 +21,7 @@ from penstock.engine.stats import EngineStats
 from penstock.figures import SECONDS_BOUNDS, Histogram, Traffic
 from penstock.server import service as service_module
 from penstock.server import view, viewers
-from penstock.server.lives import Lives, LivesChange
+from penstock.server.lives import MOST_CHANGED, Lives, LivesChange
 from penstock.server.seats import Gate, RequestFigures
 from penstock.server.viewers import MOST_ROWS, Look, Viewers
 from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, serving, until
@@ -316,6 +316,27 @@ def test_a_slow_viewer_gets_the_newest_and_all_of_it() -> None:
             assert len((await slow.next())["all"]) == 1
             newest = await slow.next()
             assert len(newest["all"]) >= 6, "not the second one: the newest"
+
+    asyncio.run(run())
+
+
+def test_too_many_changes_at_once_leave_no_request_as_it_was() -> None:
+    """One that ended among them would stay open on the page for ever."""
+    lives = Lives()
+    lives.request_arrived(Request("open", [1], SamplingParams()), 0.0)
+
+    async def look(since: int) -> Look:
+        if since:
+            lives.request_ended("open", "stop", Totals(3), time.monotonic())
+            for number in range(MOST_CHANGED):
+                live(lives, f"{number}")
+        return look_at(lives.changed(since))
+
+    async def run() -> None:
+        async with reading(look, 1) as (reader,):
+            assert [row["id"] for row in (await reader.next())["all"]] == ["open"]
+            rows = (await reader.next())["all"]
+            assert len(rows) == MOST_ROWS and "open" not in {row["id"] for row in rows}
 
     asyncio.run(run())
 

@@ -781,13 +781,13 @@ class Page {
       const watch = setInterval(() => this.lookForNews(control), 1000);
       let why = "Connection lost";
       this.heard = performance.now();
+      at("forget").hidden = !sessionStorage.getItem(KEY);
       try {
         const reply = await fetch("page/events", { headers: withKey(), signal: control.signal });
         if (reply.status === 401) return this.askForKey();
         if (!reply.ok) why = await messageOf(reply);
         else {
           at("main").hidden = false;
-          at("forget").hidden = !sessionStorage.getItem(KEY);
           for await (const data of eventsOf(reply)) {
             attempt = 0;
             this.take(JSON.parse(data));
