@@ -101,8 +101,9 @@ class Memory {
 
   /** @param {Figures} figures */
   add(figures) {
-    const before = this.recent[this.recent.length - 1];
-    this.recent = [...this.recent.slice(-4), figures];
+    const newest = this.recent[this.recent.length - 1];
+    const before = newest && figures.at - newest.at < 2 * BIN_S ? newest : null; // after a gap it is not known when tokens came
+    this.recent = before ? [...this.recent.slice(-4), figures] : [figures];
     const start = Math.floor(figures.at / BIN_S) * BIN_S;
     let last = this.bins[this.bins.length - 1];
     if (!last || last.start < start) {
@@ -112,7 +113,7 @@ class Memory {
       this.sampled = [...this.sampled, figures].slice(-MOST_BINS);
     }
     const tokens = last.tokens;
-    if (before && tokens && figures.at - before.at < 2 * BIN_S) {
+    if (before && tokens) {
       SOURCES.forEach((name, index) => {
         tokens[index] += Math.max(0, (figures.prompt_tokens[name] ?? 0) - (before.prompt_tokens[name] ?? 0));
       });
@@ -241,12 +242,14 @@ function fillTable(details, rows) {
 /** @param {any} place */
 function sourcesPlot(place) {
   const svg = draw("svg", { class: "plot", viewBox: `0 0 ${MOST_BINS} 100`, preserveAspectRatio: "none", role: "img" });
+  const known = svg.appendChild(draw("path", { class: "known" }));
   const paths = SOURCES.map((name) => svg.appendChild(draw("path", { class: name })));
   const most = make("span");
   const above = make("p", "axis");
   above.append(most);
   const axis = make("p", "axis");
-  axis.append(make("span", "", "5 min ago"), make("span", "", "now"));
+  const gaps = make("span", "", "hatched: not watched");
+  axis.append(make("span", "", "5 min ago"), gaps, make("span", "", "now"));
   const legend = make("p", "legend");
   const table = makeTable(["at", ...SOURCES]);
   place.append(above, svg, axis, legend, table);
@@ -255,6 +258,9 @@ function sourcesPlot(place) {
     const highest = Math.max(1, ...bins.map((bin) => (bin.tokens ? sum(bin.tokens) : 0)));
     const first = bins.length - MOST_BINS;
     const level = bins.map(() => 0);
+    const watched = bins.flatMap((bin, place) => (bin.tokens ? [`M${place - first} 0h1v100h-1z`] : []));
+    known.setAttribute("d", watched.join(""));
+    gaps.hidden = watched.length === MOST_BINS;
     SOURCES.forEach((_, index) => {
       let line = "";
       bins.forEach((bin, place) => {
