@@ -40,7 +40,11 @@ MIXED = ["full_attention", "linear_attention", "linear_attention", "full_attenti
 SECTIONS = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}  # positions of images
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {}, {**EXPERTS}),
-    "qwen3-next with dense layers": ("Qwen3Next", {}, {**EXPERTS, "mlp_only_layers": [1, 3], "layer_types": MIXED}),
+    "qwen3-next with dense layers": (
+        "Qwen3Next",
+        {},
+        {**EXPERTS, "mlp_only_layers": [1, 3], "layer_types": MIXED},
+    ),
     "qwen3-next, choices as they are": ("Qwen3Next", {}, {**EXPERTS, "norm_topk_prob": False}),
     "qwen3.5": ("Qwen3_5Text", SECTIONS, {"tie_word_embeddings": True}),
     "qwen3.5 of other sizes": (
@@ -119,3 +123,122 @@ def test_a_prompt_in_any_chunks_gives_the_same(chunk: int, tmp_path: Path) -> No
         found = scored(engine, IDS[:PROMPT])
         run_all(engine)
     assert error_of(reference, IDS[:PROMPT], found) < TOLERANCE
+
+
+# --------------------------------------------------------------------------- files of models that take images
+
+
+def multimodal(kind: str, directory: Path) -> Any:
+    """A whole model with a vision part, and tensors of a head for drafts, as published files have them."""
+    transformers = pytest.importorskip("transformers")
+    family = "qwen3.5-moe" if kind == "Qwen3_5Moe" else "qwen3.5"
+    text = reference_of(family)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text.config.to_dict(), vision_config={**vision, "num_position_embeddings": 16}
+    )
+    config.tie_word_embeddings = text.config.tie_word_embeddings
+    reference = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    reference.model.language_model.load_state_dict(text.model.state_dict())
+    reference.lm_head.load_state_dict(text.lm_head.state_dict())
+    save(reference, directory)
+    save_file({"mtp.fc.weight": torch.zeros(64, 128)}, directory / "model-draft.safetensors")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"]["mtp.fc.weight"] = "model-draft.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return reference
+
+
+def rewritten(directory: Path, change: Mapping[str, Any]) -> None:
+    """All weights in one file, some of them replaced or, with None, left out."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink()
+    kept = {name: tensor for name, tensor in {**found, **change}.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors")
+
+
+def stacked_experts(directory: Path) -> dict[str, Any]:
+    """The change that puts the experts of each layer into two tensors."""
+    found: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= {name: tensor for name, tensor in load_file(file).items() if ".experts." in name}
+    change: dict[str, Any] = dict.fromkeys(found)
+    for start in {name.partition(".experts.")[0] for name in found}:
+        own = [f"{start}.experts.{expert}" for expert in range(8)]
+        both = [[found[f"{one}.{part}_proj.weight"] for part in ("gate", "up")] for one in own]
+        change[f"{start}.experts.gate_up_proj"] = torch.stack([torch.cat(parts) for parts in both])
+        change[f"{start}.experts.down_proj"] = torch.stack([found[f"{one}.down_proj.weight"] for one in own])
+    return change
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe", "Qwen3_5Moe, experts stacked"])
+def test_of_a_model_that_takes_images_the_text_part_is_served_and_the_rest_is_named(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, _, stacked = kind.partition(", ")
+    reference = multimodal(kind, tmp_path)
+    if stacked:
+        rewritten(tmp_path, stacked_experts(tmp_path))
+    with caplog.at_level(logging.WARNING), served(tmp_path) as engine:
+        found = scored(engine, IDS[:PROMPT])
+        run_all(engine)
+    assert error_of(reference, IDS[:PROMPT], found) < TOLERANCE
+    lines = [one.getMessage() for one in caplog.records]
+    for what in ("the vision part (model.visual.*)", "1 tensors of the head for drafts (mtp.*)"):
+        (line,) = [one for one in lines if what in one]
+        assert "not read" in line and "only text is served" in line
+
+
+def test_stacked_experts_and_single_ones_are_the_same_weights(tmp_path: Path) -> None:
+    """Their identity does not follow from how a file has them."""
+    multimodal("Qwen3_5Moe", tmp_path)
+    with served(tmp_path) as engine:
+        digest = engine.parts.executor.target.model.digest
+    rewritten(tmp_path, stacked_experts(tmp_path))
+    with served(tmp_path) as engine:
+        assert engine.parts.executor.target.model.digest == digest
+
+
+def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    multimodal("Qwen3_5", tmp_path)
+    rewritten(tmp_path, {"model.norm.weight": torch.zeros(64)})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight twice"), served(tmp_path):
+        pass
+
+
+REFUSED = {
+    "attn_output_gate is false": {"attn_output_gate": False},
+    "layer_types must be linear_attention or full_attention": {"layer_types": ["sliding_attention"] * 5},
+    "no layer attends": {"layer_types": ["linear_attention"] * 5},
+    "3 value heads are not a multiple of 2 key heads": {"linear_num_value_heads": 3},
+    "linear_conv_kernel_dim is 1": {"linear_conv_kernel_dim": 1},
+    "num_experts in Qwen3_5ForConditionalGeneration": {"num_experts": 4},
+    "attention_bias is true": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSED)
+def test_a_config_that_would_compute_something_else_is_refused_by_name(refusal: str, tmp_path: Path) -> None:
+    reference_of("qwen3.5").config.save_pretrained(tmp_path)
+    raw = {**json.loads((tmp_path / "config.json").read_text()), **REFUSED[refusal]}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen3_5ForCausalLM"]}))
+    with pytest.raises(ModelError, match=refusal):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_the_forms_of_a_cpu_keep_what_rounding_would_spoil(weights: WeightsName, tmp_path: Path) -> None:
+    """Matrices are rounded; decays, convolutions and norms are not."""
+    reference = reference_of("qwen3.5-moe")
+    with served(save(reference, tmp_path), weights=weights) as engine:
+        layer: Any = engine.parts.executor.target.model.layers[0]
+        exact = layer.conv, layer.rate, layer.dt_bias, layer.state_norm, layer.gates.wide, layer.attn_norm
+        assert {tensor.dtype for tensor in exact} == {torch.float32}
+        theirs = reference.model.layers[0].linear_attn
+        assert torch.equal(layer.conv, theirs.conv1d.weight) and torch.equal(layer.dt_bias, theirs.dt_bias)
+        found = scored(engine, IDS[:PROMPT])
+        run_all(engine)
+    assert len(found.tokens) == DECODED and found.error is None

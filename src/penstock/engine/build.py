@@ -632,7 +632,8 @@ def _max_model_len(
     """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
     kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
-    offloads, unpaged = config.offload.enabled and config.kv.prefix_cache, f"a model with {kind} is not paged out"
+    offloads = config.offload.enabled and config.kv.prefix_cache
+    unpaged = f"a model with {kind} is not paged out"
     if resident is not None and (kind or not offloads):
         why = unpaged if kind else "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")

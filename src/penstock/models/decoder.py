@@ -138,9 +138,10 @@ class Decoder:
     def layer(
         self, index: int, hidden: Tensor, residual: Tensor | None, kv: Any, lora: LoraRuns | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One layer, over `kv`: a `PagedKv`, or `RecurrentStates` if it is recurrent. The residual stream is carried beside `hidden` so that the add and the next norm are one
-        pass; `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns
-        the next (hidden, residual), the former perhaps in shares (`LayerOps.linear_shares`)."""
+        """One layer, over `kv`: a `PagedKv`, or `RecurrentStates` if the layer is recurrent. The residual
+        stream is carried beside `hidden` so that the add and the next norm are one pass; `residual` is None
+        before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden,
+        residual), the former perhaps in shares (`LayerOps.linear_shares`)."""
         return self.layers[index].forward(hidden, residual, kv, lora)
 
     def project(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from penstock.models.experts import RoutedArchitecture, RoutedLayer
 from penstock.models.fields import Fields, Json, Shape
 from penstock.models.layers import head_order
 from penstock.models.lora import LoraRuns
-from penstock.models.model import LayerOps, ModelConfig, PagedKv, RecurrentStates, Recurrence, Weight
+from penstock.models.model import LayerOps, ModelConfig, PagedKv, Recurrence, RecurrentStates, Weight
 
 S = TypeVar("S", bound=Stored)
 
@@ -134,7 +134,8 @@ class HybridArchitecture(RoutedArchitecture):
         modules = (("q", 2 * q_rows), ("k", kv_rows), ("v", kv_rows))
         rows = ((f"self_attn.{name}_proj", num) for name, num in modules)
         yield from linear("qkv", config.hidden, False, *rows)
-        yield from (stack(name, (f"self_attn.{name}.weight", config.head_dim)) for name in ("q_norm", "k_norm"))
+        for name in ("q_norm", "k_norm"):
+            yield stack(name, (f"self_attn.{name}.weight", config.head_dim))
         yield from linear("out", q_rows, False, ("self_attn.o_proj", config.hidden))
 
     def delta_net(self, config: ModelConfig) -> Iterator[WeightSpec]:
@@ -225,8 +226,8 @@ class HybridArchitecture(RoutedArchitecture):
         fields.need(value_heads % key_heads == 0, uneven)
         window = fields.count("linear_conv_kernel_dim", most=64)
         fields.need(window > 1, "linear_conv_kernel_dim is 1, which is not supported")
-        dims = (fields.count(f"linear_{kind}_head_dim") for kind in ("key", "value"))
-        found = Recurrence(layers, key_heads, value_heads, *dims, window, self.interleaved)
+        key_dim, value_dim = (fields.count(f"linear_{kind}_head_dim") for kind in ("key", "value"))
+        found = Recurrence(layers, key_heads, value_heads, key_dim, value_dim, window, self.interleaved)
         return found if layers else None
 
     def windows(self, fields: Fields, num_layers: int) -> Shape:

@@ -40,7 +40,7 @@ TINY_QWEN3_5 = dataclasses.replace(
 )
 
 
-class Qwen3_5(HybridArchitecture):
+class Qwen35(HybridArchitecture):
     name = "qwen3_5"
     config_name = "Qwen3_5ForConditionalGeneration"
     other_config_names = ("Qwen3_5ForCausalLM",)

@@ -22,7 +22,7 @@ QWEN3_5_35B_A3B = dataclasses.replace(
 )
 
 
-class Qwen3_5Moe(HybridArchitecture):
+class Qwen35Moe(HybridArchitecture):
     name = "qwen3_5_moe"
     config_name = "Qwen3_5MoeForConditionalGeneration"
     other_config_names = ("Qwen3_5MoeForCausalLM",)

@@ -17,8 +17,8 @@ from penstock.models.phi3 import Phi3
 from penstock.models.qwen2 import Qwen2
 from penstock.models.qwen2_moe import Qwen2Moe
 from penstock.models.qwen3 import QWEN3_0_6B, QWEN3_4B, TINY_QWEN3, Qwen3
-from penstock.models.qwen3_5 import QWEN3_5_4B, TINY_QWEN3_5, Qwen3_5
-from penstock.models.qwen3_5_moe import QWEN3_5_35B_A3B, Qwen3_5Moe
+from penstock.models.qwen3_5 import QWEN3_5_4B, TINY_QWEN3_5, Qwen35
+from penstock.models.qwen3_5_moe import QWEN3_5_35B_A3B, Qwen35Moe
 from penstock.models.qwen3_moe import QWEN3_30B_A3B, TINY_QWEN3_MOE, Qwen3Moe
 from penstock.models.qwen3_next import Qwen3Next
 from penstock.models.rotary import RopeFactors
@@ -32,8 +32,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3(),
     Qwen3Moe(),
     Qwen3Next(),
-    Qwen3_5(),
-    Qwen3_5Moe(),
+    Qwen35(),
+    Qwen35Moe(),
     Phi3(),
 )
 

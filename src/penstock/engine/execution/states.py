@@ -3,9 +3,9 @@ them, and how the tokens of a step run through them.
 
     slot of one row:  [layer][the last inputs of the convolution | the matrix of each head]
 
-A request has the slot of its row. Its first chunk clears the slot, and every later one goes on from it, all in
-the order of the compute lane: nothing that an earlier request has left in a slot is read, and whatever becomes
-of a request, the next one clears after its last step. Rows of padding have a slot of their own.
+A request has the slot of its row. Its first chunk clears the slot, and every later chunk continues from it,
+in the order of the compute lane. So whatever becomes of a request, the next one in its row clears the slot
+after the last step that used it. Padding has a slot of its own.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class TargetPass(Pass):
         self._submit_place(step)
         ops.wait_layers(self._num_layers)  # a replay cannot wait inside
         others = _embed_access(step.packed), only(INPUTS, Mode.READ), only(GRAPHS, Mode.WRITE)
-        others += step.states((0, step.limits.state_layers))
-        ops.replay(captured.replay, (*step.kv((0, self._num_layers)), *others, *self._blank_accesses(step)))
+        kept = *step.kv((0, self._num_layers)), *step.states((0, step.limits.state_layers))
+        ops.replay(captured.replay, (*kept, *others, *self._blank_accesses(step)))
 
     def _submit_place(self, step: Step) -> None:
         """If the step before had drafts, this step's rows begin after the accepted ones. Only the device
