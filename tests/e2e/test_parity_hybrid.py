@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, WeightsName
+from penstock.config import Config, DeviceName, EngineConfig, KvConfig, ModelSource, WeightsName
 from penstock.engine.engine import Engine
 from penstock.errors import ModelError
 from penstock.models.loader import read_config
@@ -76,9 +76,13 @@ def reference_of(family: str) -> Any:
 
 
 @contextlib.contextmanager
-def served(directory: Path, chunk: int = 48, weights: WeightsName = "float32") -> Iterator[Engine]:
+def served(
+    directory: Path, chunk: int = 48, weights: WeightsName = "float32", device: DeviceName = "cpu"
+) -> Iterator[Engine]:
     config = Config(
-        source=ModelSource(str(directory), device="cpu", dtype="float32", weights=weights),
+        source=ModelSource(
+            str(directory), device=device, dtype="float32", weights=weights if device == "cpu" else "auto"
+        ),
         kv=KvConfig(device_blocks=64),
         engine=EngineConfig(TOTAL, max_batch=4, prefill_chunk=chunk),
     )

@@ -15,8 +15,8 @@ from penstock.models.model import ModelConfig
 
 
 class ContiguousKv:
-    """Implements `PagedKv` and `RecurrentStates` for one sequence. `begin` binds it to a step's positions, which must continue
-    where the last step ended."""
+    """Implements `PagedKv` and `RecurrentStates` for one sequence. `begin` binds it to a step's positions,
+    which must continue where the last step ended."""
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self._config, self._rope = config, rope

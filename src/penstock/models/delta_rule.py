@@ -35,10 +35,13 @@ class Heads(NamedTuple):
 def convolved(qkv: Tensor, window: Tensor, conv: Tensor) -> tuple[Tensor, Tensor]:
     """`qkv` [N, T, width] after `window` [N, tokens before, width], each value over time by its row of `conv`
     [width, 1, tokens]. Returns it behind its activation, and the next window."""
-    num_before = window.shape[1]
+    num_before, num_tokens = window.shape[1], qkv.shape[1]
     whole = torch.cat((window, qkv), dim=1)
-    out = F.conv1d(whole.transpose(1, 2), conv, groups=conv.shape[0]).transpose(1, 2)
-    return F.silu(out), whole[:, whole.shape[1] - num_before :]
+    # Sums of products in float32: cuDNN would round them to tf32.
+    out = whole[:, num_before:] * conv[:, 0, num_before]
+    for place in range(num_before):
+        out = torch.addcmul(out, whole[:, place : place + num_tokens], conv[:, 0, place])
+    return F.silu(out), whole[:, num_tokens:]
 
 
 def heads_of(qkv: Tensor, decay: Tensor, beta: Tensor, dims: Recurrence) -> Heads:
