@@ -21,7 +21,7 @@ MAX_POSITION = 1 << 22
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
-_Stored = TypeVar("_Stored", bound="Stored")
+_InFile = TypeVar("_InFile", bound="FileTensor")
 
 
 class TensorSpec(NamedTuple):
@@ -55,7 +55,7 @@ class WeightSpec(NamedTuple):
         return (self.parts[first : first + size] for first in range(0, len(self.parts), size))
 
 
-class Stored(Protocol):
+class FileTensor(Protocol):
     """A tensor in a file."""
 
     @property
@@ -149,7 +149,7 @@ class Architecture:
         kinds = [self.layer_kind(config, index) for index in range(config.num_layers)]
         return Decoder(config, weights, ops, digest, kinds)
 
-    def laid_out(self, stored: Mapping[str, _Stored]) -> Mapping[str, _Stored]:
+    def laid_out(self, stored: Mapping[str, _InFile]) -> Mapping[str, _InFile]:
         """The tensors of files by the names of `layout`, without those that are not for this model."""
         return stored
 

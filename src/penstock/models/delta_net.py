@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.architecture import Stored, WeightSpec, linear, stack
+from penstock.models.architecture import FileTensor, WeightSpec, linear, stack
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.experts import RoutedArchitecture, RoutedLayer
 from penstock.models.fields import Fields, Json, Shape
@@ -22,7 +22,7 @@ from penstock.models.layers import head_order
 from penstock.models.lora import LoraRuns
 from penstock.models.model import LayerOps, ModelConfig, PagedKv, Recurrence, RecurrentStates, Weight
 
-S = TypeVar("S", bound=Stored)
+S = TypeVar("S", bound=FileTensor)
 
 _KINDS = ("linear_attention", "full_attention")
 # Norms, and numbers of each head or channel: held in float32, and rounded by no form.

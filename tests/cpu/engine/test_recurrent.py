@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.states import StateSlots
 from penstock.errors import ConfigError
 from penstock.lanes.cpu import CpuLane
+from penstock.models.loader import read_config
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.report import Kind
 from penstock.testing.sanitized import build_sanitized
+from penstock.testing.tiny_models import TINY_QWEN3_5, write_tiny_model
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support import contiguous_kv
 from tests.support.driving import Collected, block_bytes, generate, run_all, submit, tiny_config
@@ -322,6 +325,11 @@ def test_blocks_have_only_the_layers_that_attend(make_engine: MakeEngine) -> Non
     assert dims.num_kv_layers == 1
     assert engine.parts.arena.layout.num_layers == 1
     assert engine.parts.arena.layout.block_bytes == 2 * 2 * 32 * 16 * 4 == block_bytes(MODEL, 16)
+
+
+def test_a_model_written_for_tests_is_read_as_what_it_is(tmp_path: Path) -> None:
+    found = read_config(write_tiny_model(tmp_path, TINY_QWEN3_5))
+    assert dataclasses.replace(found, eos_ids=()) == TINY_QWEN3_5
 
 
 def test_the_states_have_the_size_that_is_counted(make_engine: MakeEngine) -> None:

@@ -91,7 +91,7 @@ class LayerStore(Protocol):
         """The view that the layer's `forward` takes."""
 
 
-class KvStore:
+class KvOfLayer:
     """Keys and values of its tokens, layer `number` of the blocks."""
 
     states = (0, 0)
@@ -104,7 +104,7 @@ class KvStore:
         return BoundKv(self._attention, flow.bound_inputs(), self._shift, flow.scores)
 
 
-class StateStore:
+class StateOfLayer:
     """A state of fixed size, layer `number` of the slots."""
 
     def __init__(self, slots: StateSlots, number: int, num_kv: int) -> None:
@@ -126,9 +126,9 @@ def layer_stores(
         num_states = bisect.bisect_left(recurrent, layer)
         num_kv = layer - num_states
         if slots is not None and layer in recurrent:
-            stores.append(StateStore(slots, num_states, num_kv))
+            stores.append(StateOfLayer(slots, num_states, num_kv))
         else:
-            stores.append(KvStore(attention, layer, num_kv))
+            stores.append(KvOfLayer(attention, layer, num_kv))
     return tuple(stores)
 
 
