@@ -36,7 +36,7 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
-from penstock.engine.execution.passes import Pass, PoisonPass, StatePass, StepLimits
+from penstock.engine.execution.passes import STATES, Pass, PoisonPass, StatePass, StepLimits
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
@@ -62,6 +62,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.build import KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
+from penstock.kv.states import KeptStates
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
@@ -275,7 +276,7 @@ def _models(setup: _Setup) -> _Models:
     head, draft = _head(config, loaded.model), _draft(setup, loaded)
     draft_dims = None if draft is None else draft.model.config
     layout = layout_for(config, loaded.model.config, device, draft_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, draft_dims))
+    group = KvGroup(layout, _windows(loaded.model.config, draft_dims), loaded.model.config.state_bytes)
     models = _Models(loaded, head, draft, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
@@ -304,7 +305,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     budget = _budget(config, setup.device, max_model_len)
     if not holds_all:
         budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
-    if storage.host_arena is not None and not any(dims.windows):
+    if storage.host_arena is not None and not any(dims.windows) and dims.recurrence is None:
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
@@ -359,16 +360,16 @@ def _executor(
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    slots = _state_slots(dims.recurrence, limits.max_batch, setup.device)
+    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
     blank = None if drafts is None else drafts.blank
     forward = Forward(target, attention, sampler.pending, begin, blank, slots)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
-        None if slots is None else StatePass(slots),
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
+        None if slots is None else StatePass(slots, kept),
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
@@ -385,21 +386,27 @@ def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampl
     return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
 
 
-def _state_slots(dims: Recurrence | None, num_rows: int, device: torch.device) -> StateSlots | None:
-    """None: every layer attends."""
+def _state_slots(
+    dims: Recurrence | None, num_rows: int, device: torch.device, kept: KeptStates | None
+) -> tuple[StateSlots | None, StateSlots | None]:
+    """Of the rows and a row of padding, and of kept states. None: there are none."""
     if dims is None:
-        return None
+        return None, None
     needed, free = _state_bytes(dims, num_rows), free_bytes(device)
     if needed > free:
         raise ConfigError(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
-    return StateSlots(dims, num_rows, device)
+    rows = StateSlots(STATES, dims, num_rows + 1, device)
+    if kept is None:
+        return rows, None
+    pool, pinned = kept.pool, device.type == "cuda"
+    return rows, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned)
 
 
 def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
-    return 0 if dims is None else (num_rows + 1) * len(dims.layers) * dims.layer_bytes
+    return 0 if dims is None else (num_rows + 1) * dims.num_bytes
 
 
 def _paged(
@@ -578,6 +585,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
+        state_every=config.offload.state_every,
     )
 
 

@@ -18,6 +18,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
+from penstock.kv.states import KEPT_STATES, KeptStates
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
@@ -34,6 +35,9 @@ from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
+_STATES_GIB = 2.0
+_STATES_FREE_SHARE = 0.125
+_MOST_STATES = 1 << 14  # of a tiny model
 _LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
 # A shorter step ends sooner as a replay after the whole load than launched layer by layer.
 _CUDA_OVERLAP_TOKENS = 1024
@@ -53,6 +57,7 @@ class KvGroup:
 
     layout: BlockLayout
     windows: tuple[int, ...] = ()
+    state_bytes: int = 0  # of all recurrent layers beside them, for one request
 
     @property
     def rule(self) -> PrefixRule:
@@ -78,7 +83,8 @@ def open_cache(
     observers: Observers = _UNOBSERVED,
 ) -> Opened:
     """`num_blocks` on the device, and the tiers that `config` names."""
-    layout, rule = group.layout, group.rule
+    layout = group.layout
+    rule = rule_for(group.windows, layout.block_tokens, _kept_states(config, group, observers))
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
     if reports is not None:
@@ -116,6 +122,20 @@ def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockSt
     disk = next((store for store in stores if isinstance(store, SsdStore)), None)
     kept = None if disk is None else TokenFile(disk, block_tokens * TOKEN_BYTES)
     return KvEvents(reports, block_tokens, kept)
+
+
+def _kept_states(config: Config, group: KvGroup, observers: Observers) -> KeptStates | None:
+    """None: there are no recurrent layers, or no host memory for their states."""
+    if not group.state_bytes or not config.offload.enabled:
+        return None
+    gib = config.offload.states_gib
+    if gib is None:
+        gib = min(_STATES_GIB, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
+    num = int(gib * GIB) // group.state_bytes
+    if num < 1:
+        size = f"{group.state_bytes / (1 << 20):.1f} MiB"
+        raise ConfigError(f"--kv-offload-states-gib {gib:g} holds no state of {size}")
+    return KeptStates(BlockPool(min(num, _MOST_STATES), KEPT_STATES, all_of(observers.pools)))
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
