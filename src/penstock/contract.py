@@ -1007,8 +1007,9 @@ class StateLedger(Protocol):
     def pin(self, owner: str, key: bytes) -> SlotHandle | None:
         """Protect the state of this boundary until the handle ends. None: there is none."""
 
-    def expect(self, key: bytes, change: int) -> None:
-        """So many more running requests will keep a state of this boundary: others may wait for it."""
+    def expect(self, key: bytes, depth: int, change: int) -> None:
+        """So many more running requests will keep a state of this boundary, after `depth` blocks: others may
+        wait for it."""
 
     def try_reserve(self, owner: str, key: bytes | None) -> SlotHandle | None:
         """A slot for a state of this boundary; None: its key is not known yet. Returns None if there is one

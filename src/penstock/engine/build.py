@@ -352,8 +352,7 @@ def _executor(
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
     masks = Masks(grammars, limits.max_batch, lane)
     part = _target_part(storage.arena, target, models.draft)
-    own_layers = target.config.num_kv_layers
-    attention = _attention(*part, target.rope, own_layers, setup.config.source.deterministic)
+    attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
@@ -639,11 +638,9 @@ def _max_model_len(
 ) -> int:
     """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
-    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
-    offloads = config.offload.enabled and config.kv.prefix_cache
-    unpaged = f"a model with {kind} is not paged out"
-    if resident is not None and (kind or not offloads):
-        why = unpaged if kind else "paging needs --kv-offload and a prefix cache"
+    offloads, unpaged = config.offload.enabled and config.kv.prefix_cache, _why_unpaged(dims)
+    if resident is not None and (unpaged or not offloads):
+        why = unpaged or "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
     fits = takes = num_blocks * size if whole else dims.max_position
@@ -661,7 +658,7 @@ def _max_model_len(
             takes < wanted <= fits,
             f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
         ),
-        (is_over and kind, f"{raising}: {unpaged}"),
+        (is_over and unpaged, f"{raising}: {unpaged}"),
         (
             is_over and not offloads,
             f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
@@ -675,6 +672,12 @@ def _max_model_len(
         if is_refused:
             raise ConfigError(f"--max-model-len {wanted}{why}")
     return wanted
+
+
+def _why_unpaged(dims: ModelConfig) -> str:
+    """Empty: a sequence may be partly in host memory."""
+    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
+    return f"a model with {kind} is not paged out" if kind else ""
 
 
 def _head(config: Config, model: Decoder) -> MtpHead | None:

@@ -61,7 +61,10 @@ class KvGroup:
 
     @property
     def rule(self) -> PrefixRule:
-        return rule_for(self.windows, self.layout.block_tokens)
+        return self.rule_with(None)
+
+    def rule_with(self, states: KeptStates | None) -> PrefixRule:
+        return rule_for(self.windows, self.layout.block_tokens, states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,7 @@ def open_cache(
     observers: Observers = _UNOBSERVED,
 ) -> Opened:
     """`num_blocks` on the device, and the tiers that `config` names."""
-    layout = group.layout
-    rule = rule_for(group.windows, layout.block_tokens, _kept_states(config, group, observers))
+    layout, states = group.layout, _kept_states(config, group, observers)
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
     if reports is not None:
@@ -98,7 +100,7 @@ def open_cache(
     )
     if host_arena is None:
         events = None if reports is None else KvEvents(reports, layout.block_tokens)
-        return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, rule, events), arena, guard)
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, group.rule, events), arena, guard)
     checks = None
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
@@ -114,7 +116,7 @@ def open_cache(
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
     events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
-    cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, rule, events)
+    cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, group.rule_with(states), events)
     return Opened(cache, arena, guard, host_arena)
 
 

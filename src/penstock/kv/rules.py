@@ -158,7 +158,7 @@ class WithStates(WholePrefix):
 
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         """Blocks alone are of no use, so nothing is gained by waiting for them."""
-        return self.states.is_expected(keys[num_found:])
+        return self.states.is_expected(keys, num_found)
 
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         return False

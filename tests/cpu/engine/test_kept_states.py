@@ -71,7 +71,7 @@ def all_at_rest(engine: Engine) -> None:
     check_at_rest(engine)
     counts = states_of(engine).pool.counts
     assert counts.free + counts.idle == states_of(engine).pool.num_slots
-    assert not states_of(engine).is_expected(states_of(engine).pool.keys())
+    assert not states_of(engine).expected
 
 
 # ---------------------------------------------------------------------------------------- a prefix comes back

@@ -21,10 +21,14 @@ def make(num_slots: int) -> KeptStates:
     return KeptStates(BlockPool(num_slots, KEPT_STATES))
 
 
+def depth_of(key: bytes) -> int:
+    return KEYS.index(key) + 1
+
+
 def keep(states: KeptStates, key: bytes) -> None:
     handle = states.try_reserve("r", key)
     assert handle is not None
-    states.publish(handle, key, 1, None)
+    states.publish(handle, key, depth_of(key), None)
 
 
 def test_a_state_is_found_once_it_is_published_and_not_before() -> None:
@@ -63,14 +67,15 @@ def test_a_pinned_state_is_not_evicted() -> None:
 
 def test_what_is_expected_is_told_until_nothing_is() -> None:
     states = make(1)
-    states.expect(KEYS[3], 1)
-    states.expect(KEYS[3], 1)
-    states.expect(KEYS[3], -1)
-    assert states.is_expected(KEYS) and not states.is_expected(KEYS[4:])
-    states.expect(KEYS[3], -1)
+    states.expect(KEYS[3], 4, 1)
+    states.expect(KEYS[3], 4, 1)
+    states.expect(KEYS[3], 4, -1)
+    assert states.is_expected(KEYS) and states.is_expected(KEYS, 3)
+    assert not states.is_expected(KEYS, 4) and not states.is_expected(KEYS[:3])
+    states.expect(KEYS[3], 4, -1)
     assert not states.is_expected(KEYS)
     with pytest.raises(InvariantBroken, match="less often than never"):
-        states.expect(KEYS[3], -1)
+        states.expect(KEYS[3], 4, -1)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -90,13 +95,15 @@ def test_a_random_walk_finds_what_a_plain_model_has(seed: int) -> None:
                 assert (handle is None) == (key in kept or not (free or idle))
                 if handle is not None:
                     if not free:
-                        gone = {one for one in kept if states.last_before([one], 1) == 0}
+                        gone = {
+                            one for one in kept if states.last_before(KEYS, depth_of(one)) != depth_of(one)
+                        }
                         assert len(gone) == 1 and not gone & pinned
                         kept = {one: None for one in kept if one not in gone}
                     writing.append((key, handle))
             case 1 if writing:
                 key, handle = writing.pop(r.randrange(len(writing)))
-                states.publish(handle, key, 1, None)
+                states.publish(handle, key, depth_of(key), None)
                 kept[key] = None
             case 2 if writing:
                 writing.pop(r.randrange(len(writing)))[1].end()

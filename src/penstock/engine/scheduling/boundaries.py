@@ -58,7 +58,7 @@ class AtBoundaries(Placement):
                 return None
         if len(keys) > num:
             kept.last = len(keys) * self._ledger.block_tokens
-            self._states.expect(keys[-1], 1)
+            self._states.expect(keys[-1], len(keys), 1)
         self._kept[life] = kept
         return super().open(waiting, match)
 
@@ -117,5 +117,5 @@ class AtBoundaries(Placement):
     def _expect_none(self, life: Life, kept: _Kept, boundary: int) -> None:
         """The state of this boundary is there, or will not be."""
         if boundary and boundary == kept.last and (key := self._key(life, boundary)) is not None:
-            self._states.expect(key, -1)
+            self._states.expect(key, boundary // self._ledger.block_tokens, -1)
             kept.last = 0
