@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.contract import Fence, Prefix
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.figures import Traffic
+from penstock.figures import STATES, Traffic
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope
@@ -36,7 +36,6 @@ from penstock.observe import EngineObserver
 
 __all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling"]
 
-STATES = "states"  # kept states in figures, beside tiers of blocks
 _CLOSE_S = 60.0  # for transfers in flight, if the caller gives no timeout
 _GRACE_S = 1.0  # for idle lanes to end
 

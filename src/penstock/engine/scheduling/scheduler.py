@@ -204,7 +204,7 @@ class Scheduler:
         admitted, and takes room even for one token."""
         placement, step, num_tokens = running.life.placement, self._next, 1
         takes_room = num_left > 1 or is_new  # decodes take no room from prompts
-        num_due = placement.until_boundary(running, num_left)
+        num_due = placement.until_boundary(running, num_left) if takes_room else num_left
         if takes_room:
             num_tokens = room.size(running.num_planned, num_due)
         if num_tokens and placement.fixed_blocks is not None:
