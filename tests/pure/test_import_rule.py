@@ -37,7 +37,8 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
-        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events",
+        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events + "
+        "penstock.kv.states",
         "penstock.sanitizer",
         "penstock.trace",
     ),
@@ -53,6 +54,7 @@ LAYERS = (
                 "loop",
                 "pace",
                 "parts",
+                "recurrent",
                 "sessions",
                 "cache_calls",
                 "stats",
