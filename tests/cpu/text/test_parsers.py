@@ -11,7 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.text.parsers import READERS, MessageParser, calls_or_content, named_call, thinking
+from penstock.text.parsers import (
+    MARKERS,
+    READERS,
+    THINK,
+    MessageParser,
+    calls_or_content,
+    named_call,
+    thinking,
+)
 
 
 class Message(NamedTuple):
@@ -204,6 +212,11 @@ def test_the_work_for_a_character_does_not_grow_with_the_text(kind: str, way: st
         names = ["f"] if way == "formed" else None
         parse(kind, [text], way in ("thinks", "begun"), way == "begun", names=names, tools=("f",))
         assert Counted.work < 8 * len(text), (start, filler)
+
+
+def test_no_marker_begins_inside_another() -> None:
+    """A search starts again at the character where it failed."""
+    assert all(marker.count(marker[0]) == 1 for marker in itertools.chain(THINK, *MARKERS.values()))
 
 
 def test_without_tools_an_object_is_content() -> None:
