@@ -191,6 +191,8 @@ class LayerOps(Protocol):
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
 
+    def sigmoid(self, x: Tensor) -> Tensor: ...
+
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in
         shares. Sums follow the order of a token's experts, never that of the batch."""
