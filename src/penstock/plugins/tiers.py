@@ -23,8 +23,8 @@ from penstock.kv.tiers.cold import ColdLimits, ColdTier, Writing, cpu_lanes
 from penstock.kv.tiers.remote import FLAG, open_store
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, PinningStore, Space
+from penstock.plugins.matches import Matches, Presence
 from penstock.plugins.options import TierOptions
-from penstock.plugins.questions import Questions, Verdict
 
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
 _SYNC = object()  # the job of a persist
@@ -75,7 +75,7 @@ class HostedTiers:
         """`patience_s`: a tier that has not answered a question by then does not have the block."""
         self.tiers = tiers
         self._changed = threading.Condition(threading.RLock())
-        self._questions = Questions(tiers, patience_s)
+        self._matches = Matches(tiers, patience_s)
         self._jobs: dict[Hashable, _Job] = {}
         self._writings: dict[Writing, _Job] = {}
         self._finished: dict[Hashable, Finished] = {}  # not returned yet
@@ -86,22 +86,22 @@ class HostedTiers:
 
     # ------------------------------------------------------------------------------------------------- asking
 
-    def find(self, key: bytes, owner: Hashable, chain: Hashable = None) -> Verdict:
+    def find(self, key: bytes, owner: Hashable, chain: Hashable = None) -> Presence:
         """Whether a tier has the block. PENDING: `ask` sends the question, or a shared store has not answered
         it; ask again later. `owner` is a request: its answers do not change until `release`. Keys of one
         `chain` asked between two `ask` are a prefix: if one is missing, so are those after it."""
         with self._changed:
-            return self._questions.find(key, owner, chain)
+            return self._matches.find(key, owner, chain)
 
     def ask(self) -> None:
         """Send the questions that came since the last call, one for each chain."""
         with self._changed:
-            self._questions.ask()
+            self._matches.ask()
 
     def release(self, owner: Hashable) -> None:
         """Forget the answers that `owner` got."""
         with self._changed:
-            self._questions.release(owner)
+            self._matches.release(owner)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Blocks on the disk count as used again, up to the first that is not there."""
@@ -159,7 +159,7 @@ class HostedTiers:
             new.done = [True]
             for tier in self.tiers:
                 self._begin(new, tier.reset())
-            self._questions.clear()
+            self._matches.clear()
 
     def settle(self) -> list[Finished]:
         """Jobs that finished since the last call."""
@@ -297,7 +297,7 @@ class HostedTiers:
             return
         del self._jobs[job.id]
         if job.owner is not None:
-            self._questions.give_up(
+            self._matches.give_up(
                 job.owner, [key for key, done in zip(job.keys, job.done, strict=True) if not done]
             )
         self._finished[job.id] = Finished(job.id, tuple(job.done), time.monotonic() - job.began_s)

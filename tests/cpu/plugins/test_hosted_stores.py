@@ -18,8 +18,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Space
+from penstock.plugins.matches import Presence
 from penstock.plugins.options import TierOptions
-from penstock.plugins.questions import Verdict
 from penstock.plugins.tiers import HostedTiers, key_of, open_tiers
 from tests.store_servers import valkey_or_skip
 from tests.support.servers import Valkey
@@ -29,7 +29,7 @@ NUM_SLOTS = 64
 SOON_S = 60.0
 PATIENT = {"remote_timeout_s": 30.0}
 KEYS = [key_of(b"%d" % number) for number in range(24)]
-HIT, MISS = Verdict.HIT, Verdict.MISS
+HIT, MISS = Presence.HIT, Presence.MISS
 
 
 def content(key: bytes) -> bytes:
@@ -65,13 +65,13 @@ class Engine:
         self.tiers.release("reader")
         return done
 
-    def find(self, keys: list[bytes]) -> list[Verdict]:
+    def find(self, keys: list[bytes]) -> list[Presence]:
         until, owner = time.monotonic() + SOON_S, object()
-        while Verdict.PENDING in (verdicts := [self.tiers.find(key, owner, "prompt") for key in keys]):
+        while Presence.PENDING in (matches := [self.tiers.find(key, owner, "prompt") for key in keys]):
             assert time.monotonic() < until
             self.tiers.ask()
         self.tiers.release(owner)
-        return verdicts
+        return matches
 
     def wait_usable(self) -> None:
         until = time.monotonic() + SOON_S
@@ -150,7 +150,7 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_only(tmp_path: Path) -> Non
 
 
 def test_flipped_bits_on_the_disk_are_a_miss_and_are_removed(tmp_path: Path) -> None:
-    """Holds invariant 23."""
+    """Holds invariant 23: damaged bytes are not served."""
     with engine(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.1) as host:
         host.write(KEYS)
         (damaged,) = [path for path in (tmp_path / "kv").iterdir() if content(KEYS[3]) in path.read_bytes()]
@@ -191,7 +191,7 @@ def test_a_full_disk_forgets_old_blocks_and_takes_new_ones(tmp_path: Path) -> No
 
 
 def test_two_engines_share_a_store_and_another_model_does_not(valkey: Valkey) -> None:
-    """Holds invariant 13."""
+    """Holds invariant 13: another space never shares blocks."""
     valkey.ask("FLUSHALL")
     with (
         engine(remote=valkey.url(), **PATIENT) as first,
@@ -216,7 +216,7 @@ def test_a_store_that_is_emptied_is_a_miss(valkey: Valkey) -> None:
 
 
 def test_a_paused_store_is_left_alone_and_used_again_when_it_is_back(tmp_path: Path) -> None:
-    """Holds invariant 22. The disk goes on alone meanwhile."""
+    """Holds invariant 22: a wait has a deadline. The disk goes on alone meanwhile."""
     with (
         valkey_or_skip() as server,
         engine(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.1, remote=server.url(), remote_timeout_s=2.0) as host,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from penstock.kv.tiers.cold import ColdLimits, ColdTier, cpu_lanes
-from penstock.plugins.questions import Verdict
+from penstock.plugins.matches import Presence
 from penstock.plugins.tiers import Finished, HostedTiers, key_of
 from penstock.testing.stores import MemoryStore
 
@@ -88,13 +88,13 @@ class Rig:
             assert not done or self.view(slot) == content(key), "wrong bytes served"
         return list(finished.done)
 
-    def find(self, keys: Sequence[bytes], owner: str = "request", chain: str | None = None) -> list[Verdict]:
+    def find(self, keys: Sequence[bytes], owner: str = "request", chain: str | None = None) -> list[Presence]:
         """As an engine does that looks once in each step, until nothing is pending."""
         until = time.monotonic() + SOON_S
         while True:
-            verdicts = [self.tiers.find(key, owner, chain or key) for key in keys]
-            if Verdict.PENDING not in verdicts:
-                return verdicts
+            matches = [self.tiers.find(key, owner, chain or key) for key in keys]
+            if Presence.PENDING not in matches:
+                return matches
             assert time.monotonic() < until, "the question was never answered"
             self.tiers.ask()
             self.tiers.settle()

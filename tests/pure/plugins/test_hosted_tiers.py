@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.plugins.questions import Verdict
+from penstock.plugins.matches import Presence
 from penstock.testing.stores import MemoryStore
 from tests.pure.plugins.hosted_rig import BLOCK_BYTES, KEYS, SOON_S, LocalStore, Make, make
 
 __all__ = ["make"]
 
-HIT, MISS, PENDING = Verdict.HIT, Verdict.MISS, Verdict.PENDING
+HIT, MISS, PENDING = Presence.HIT, Presence.MISS, Presence.PENDING
 
 
 # -------------------------------------------------------------------------------------------------- questions
@@ -148,7 +148,7 @@ def test_a_request_does_not_find_again_what_could_not_be_read(make: Make) -> Non
 
 
 def test_a_job_is_not_finished_while_the_store_may_touch_its_slots(make: Make) -> None:
-    """Holds invariant 7."""
+    """Holds invariant 7: a deadline ends a wait, not the use of a slot."""
     rig = make(far := MemoryStore())
     rig.write(KEYS[:1])
     far.gate.hold("read")
@@ -251,7 +251,7 @@ def test_a_reset_that_fails_says_so(make: Make) -> None:
 
 
 def test_a_drain_waits_for_submitted_jobs_and_leaves_them_to_settle(make: Make) -> None:
-    """Holds invariant 10."""
+    """Holds invariant 10: a drain covers what is submitted."""
     rig = make(LocalStore(), far := MemoryStore())
     far.gate.hold("write")
     job = rig.submit_write(KEYS[:4])

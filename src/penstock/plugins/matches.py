@@ -1,4 +1,4 @@
-"""Questions of an engine's requests: which tier has a block. Owns what was asked and answered for each
+"""Matches of an engine's requests: which tier has a block. Owns what was asked and answered for each
 request. A disk answers at once; a shared store is asked on its lane, one question for a chain of keys."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from penstock.kv.tiers.cold import ColdTier, Finding
 _MOST_KEYS = 1_000_000  # of all requests; then the oldest request's answers are forgotten
 
 
-class Verdict(enum.Enum):
+class Presence(enum.Enum):
     HIT = "hit"
     MISS = "miss"
     PENDING = "pending"  # a shared store has not answered
 
 
 @dataclass(slots=True)
-class _Asked:
+class _OfRequest:
     """What one request asked."""
 
     answers: dict[bytes, bool | None] = field(default_factory=dict)  # None: not answered
@@ -38,42 +38,42 @@ class _Asked:
                 self.waiting.append((finding, keys))
 
 
-class Questions:
+class Matches:
     """Not for several threads at once."""
 
     def __init__(self, tiers: Sequence[ColdTier], patience_s: float) -> None:
         self._tiers = tiers
         self._patience_s = patience_s
-        self._asked: OrderedDict[Hashable, _Asked] = OrderedDict()
+        self._asked: OrderedDict[Hashable, _OfRequest] = OrderedDict()
         self._unsent: dict[Hashable, None] = {}  # owners
         self._num_keys = 0
 
-    def find(self, key: bytes, owner: Hashable, chain: Hashable) -> Verdict:
+    def find(self, key: bytes, owner: Hashable, chain: Hashable) -> Presence:
         asked = self._asked.get(owner)
         if asked is not None and key in asked.lost:
-            return Verdict.MISS
+            return Presence.MISS
         for tier in self._tiers:
             if tier.local:
                 if tier.find((key,), 0.0).num:
-                    return Verdict.HIT
+                    return Presence.HIT
             elif tier.usable:
                 return self._find_shared(tier, key, owner, chain)
-        return Verdict.MISS
+        return Presence.MISS
 
-    def _find_shared(self, tier: ColdTier, key: bytes, owner: Hashable, chain: Hashable) -> Verdict:
+    def _find_shared(self, tier: ColdTier, key: bytes, owner: Hashable, chain: Hashable) -> Presence:
         asked = self._of(owner)
         asked.take_in()
         if key in asked.answers:
             answer = asked.answers[key]
-            return Verdict.PENDING if answer is None else Verdict.HIT if answer else Verdict.MISS
+            return Presence.PENDING if answer is None else Presence.HIT if answer else Presence.MISS
         (is_known,) = tier.calls.known.has_each((key,))
         asked.answers[key] = True if is_known else None
-        self._count(1)
+        self._add_keys(1)
         if is_known:
-            return Verdict.HIT
+            return Presence.HIT
         asked.unsent.setdefault(chain, []).append(key)
         self._unsent[owner] = None
-        return Verdict.PENDING
+        return Presence.PENDING
 
     def ask(self) -> None:
         owners, self._unsent = self._unsent, {}
@@ -89,7 +89,7 @@ class Questions:
         """They could not be read: `owner` must not try again for ever."""
         if lost := set(keys):
             asked = self._of(owner)
-            self._count(len(lost - asked.lost))
+            self._add_keys(len(lost - asked.lost))
             asked.lost |= lost
 
     def release(self, owner: Hashable) -> None:
@@ -101,13 +101,13 @@ class Questions:
         self._asked.clear()
         self._num_keys = 0
 
-    def _of(self, owner: Hashable) -> _Asked:
+    def _of(self, owner: Hashable) -> _OfRequest:
         asked = self._asked.get(owner)
         if asked is None:
-            asked = self._asked[owner] = _Asked()
+            asked = self._asked[owner] = _OfRequest()
         return asked
 
-    def _count(self, num: int) -> None:
+    def _add_keys(self, num: int) -> None:
         self._num_keys += num
         while self._num_keys > _MOST_KEYS and len(self._asked) > 1:
             self.release(next(iter(self._asked)))
