@@ -64,16 +64,17 @@ class CpuTieringSpec(TieringOffloadingSpec):
         return CopyingWorker(self, kv_caches)
 
 
+_SECONDS: dict[str, list[float]] = {}
+
+
 class TimedTier(PenstockTier):
     """Writes how long the scheduler's thread is in each call to the file that the environment names."""
-
-    _seconds: dict[str, list[float]] = {}
 
     def shutdown(self) -> None:
         super().shutdown()
         if path := os.environ.get("PENSTOCK_TEST_TIMES"):
             with open(path, "w") as file:
-                json.dump(self._seconds, file)
+                json.dump(_SECONDS, file)
 
 
 def _timed(name: str) -> Any:
@@ -82,7 +83,7 @@ def _timed(name: str) -> Any:
         try:
             return getattr(super(TimedTier, self), name)(*given)
         finally:
-            TimedTier._seconds.setdefault(name, []).append(time.perf_counter() - began_s)
+            _SECONDS.setdefault(name, []).append(time.perf_counter() - began_s)
 
     return call
 
