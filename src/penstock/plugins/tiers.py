@@ -23,6 +23,7 @@ from penstock.kv.tiers.cold import ColdLimits, ColdTier, Writing, cpu_lanes
 from penstock.kv.tiers.remote import FLAG, open_store
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, PinningStore, Space
+from penstock.observe import PoolObserver
 from penstock.plugins.matches import Matches, Presence
 from penstock.plugins.options import TierOptions
 
@@ -316,9 +317,11 @@ def _until(deadline_s: float) -> float:
     return max(0.0, deadline_s - time.monotonic())
 
 
-def open_tiers(options: TierOptions, space: Space, view: View) -> HostedTiers:
-    """The tiers that `options` name, under the slots that `view` shows. Raises ConfigError; then nothing is
-    open."""
+def open_tiers(
+    options: TierOptions, space: Space, view: View, observer: PoolObserver | None = None
+) -> HostedTiers:
+    """The tiers that `options` name, under the slots that `view` shows. `observer`: of blocks on the disk.
+    Raises ConfigError; then nothing is open."""
     limits = ColdLimits(queue_bytes=int(options.queue_mib * (1 << 20)))
     # not before a call is overdue
     shared = replace(limits, stuck_s=max(limits.stuck_s, _STUCK * options.remote_timeout_s))
@@ -326,7 +329,7 @@ def open_tiers(options: TierOptions, space: Space, view: View) -> HostedTiers:
     with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
         if options.ssd_dir is not None:
             num_bytes = int(options.ssd_gib * GIB)
-            stores.append(open_ssd(options.ssd_dir, num_bytes, space, options.eviction))
+            stores.append(open_ssd(options.ssd_dir, num_bytes, space, options.eviction, None, observer))
             undo.callback(stores[-1].close)
         if options.remote is not None:
             try:

@@ -58,11 +58,24 @@ def _remember_configs(factory: Any) -> None:
 
     @functools.wraps(create)
     def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        _check_used(config)
         with configured(Configured(config, kv_cache_config)):
             return create(config=config, role=role, kv_cache_config=kv_cache_config)
 
     setattr(create_connector, _MARK, True)
     factory.create_connector = create_connector
+
+
+def _check_used(config: Any) -> None:
+    """Raises ConfigError if vLLM would ignore Penstock's tier: its default reads no `secondary_tiers`."""
+    transfer = config.kv_transfer_config
+    extra: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config
+    is_named = any(tier.get("type") == TIER for tier in extra.get("secondary_tiers", ()))
+    if is_named and extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
+        raise ConfigError(
+            "penstock: in kv_connector_extra_config spec_name must be TieringOffloadingSpec: vLLM ignores "
+            "secondary_tiers otherwise"
+        )
 
 
 @contextlib.contextmanager
