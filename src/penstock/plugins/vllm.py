@@ -106,7 +106,8 @@ class PenstockTier(tiering.SecondaryTierManager):
         space = Space(digest_of(facts), self._memory.slot_bytes)
         self._tiers = open_tiers(given, space, self._memory, self._changes)
         self._windowed = _windowed_groups(config)
-        self._loads: dict[Hashable, Collection[bytes]] = {}  # keys by job
+        self._loads: dict[Hashable, Collection[bytes]] = {}  # vLLM's keys by job
+        self._stores: dict[Hashable, list[bytes]] = {}  # keys by job, where events are told
         self._epoch = b""  # part of the keys once vLLM's caches were reset
         self._told: dict[tuple[str, ...], float] = {}  # figures of the last report
         self._told_s = 0.0
@@ -140,6 +141,7 @@ class PenstockTier(tiering.SecondaryTierManager):
         keys = [self._key(name) for name in names]
         if self._changes is not None:
             self._changes.name(keys, names)
+            self._stores[job_metadata.job_id] = keys
         self._tiers.write(job_metadata.job_id, keys, _slots_of(job_metadata))
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -154,6 +156,8 @@ class PenstockTier(tiering.SecondaryTierManager):
 
     def _result(self, finished: Finished) -> Any:
         loaded = self._loads.pop(finished.job, None)
+        if self._changes is not None:
+            self._changes.written(self._stores.pop(finished.job, ()))
         more: dict[str, Any] = {
             "transfer_time": finished.seconds,
             "transfer_bytes": sum(finished.done) * self._memory.slot_bytes,
