@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ class VllmRig:
         **options: Any,
     ) -> None:
         self.plugin = plugin
-        self.memory = np.zeros((NUM_SLOTS, SLOT_BYTES), np.int8)
+        self.map = mmap.mmap(-1, NUM_SLOTS * SLOT_BYTES)
+        self.memory = np.frombuffer(self.map, np.int8).reshape(NUM_SLOTS, SLOT_BYTES)
         self.view = memoryview(self.memory)
         self.record = RECORDS[version]
         self.config = config or config_of(model, version)
