@@ -88,8 +88,8 @@ class HostedTiers:
     # ------------------------------------------------------------------------------------------------- asking
 
     def find(self, key: bytes, owner: Hashable, chain: Hashable = None) -> Presence:
-        """Whether a tier has the block. PENDING: `ask` sends the question, or a shared store has not answered
-        it; ask again later. `owner` is a request: its answers do not change until `release`. Keys of one
+        """Whether a tier has the block. PENDING: `ask` sends the question, and `settle` takes in a shared
+        store's answer. `owner` is a request: its answers do not change until `release`. Keys of one
         `chain` asked between two `ask` are a prefix: if one is missing, so are those after it."""
         with self._changed:
             return self._matches.find(key, owner, chain)
@@ -261,6 +261,7 @@ class HostedTiers:
         for number, tier in enumerate(self.tiers):
             for writing in tier.settle():
                 self._end_write(number, writing)
+        self._matches.take_in()
         for job in list(self._jobs.values()):
             if job.reads:
                 self._advance_reads(job)

@@ -133,7 +133,7 @@ def test_tiers_that_vllm_would_ignore_are_refused(extra: dict[str, Any] | None, 
 
         def make() -> Any:
             return KVConnectorFactory.create_connector(
-                config=offloading(extra), role=None, kv_cache_config=None
+                config=offloading(extra), role=None, kv_cache_config="kv"
             )
 
         if not refused:
