@@ -29,7 +29,10 @@ ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 
 # Built-in models: the one with weights, and those for dummy weights (`models.registry` has their dimensions).
 EMBEDDED = "smollm2-135m"
-DUMMIES = ("qwen3-4b", "qwen3-0.6b", "qwen3-30b-a3b", "tiny-qwen3", "tiny-qwen3-moe", "tiny-llama")
+DUMMIES = (
+    *("qwen3-4b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-4b", "qwen3.5-35b-a3b"),
+    *("tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3.5", "tiny-llama"),
+)
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
 _NAME_RULE = "letters, digits and ._:/@+-, at most 128, a letter or digit first"
@@ -321,6 +324,22 @@ class OffloadConfig(Settings):
         name="kv_offload_remote_timeout_s",
         rule="above 0 and at most 60",
         needs="remote",
+    )
+    states_gib: float | None = setting(
+        None,
+        "GiB of host memory for states that prefixes of models with recurrent layers need (unset: 2, or an "
+        "eighth of what is free)",
+        name="kv_offload_states_gib",
+        rule="positive",
+        needs="enabled",
+    )
+    state_every: int = setting(
+        0,
+        "with recurrent layers: keep a state also after every N tokens, a multiple of --block-tokens; 0: "
+        "only before the end of a prompt",
+        rule="at least 0",
+        needs="enabled",
+        metavar="N",
     )
 
     def check_together(self) -> None:

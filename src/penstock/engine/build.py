@@ -36,16 +36,18 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
-from penstock.engine.execution.passes import Pass, PoisonPass, StepLimits
+from penstock.engine.execution.passes import STATES, Pass, PoisonPass, StatePass, StepLimits
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
 from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.states import StateSlots
 from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
 from penstock.engine.parts import EngineParts
+from penstock.engine.recurrent import for_recurrent
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
@@ -60,6 +62,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.build import KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
+from penstock.kv.states import KeptStates
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
@@ -68,7 +71,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
-from penstock.models.model import LayerOps, ModelConfig
+from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
 from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -269,10 +272,11 @@ def _models(setup: _Setup) -> _Models:
     config, device = setup.config, setup.device
     _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
+    config = setup.config = for_recurrent(config, loaded.model.config)
     head, draft = _head(config, loaded.model), _draft(setup, loaded)
     draft_dims = None if draft is None else draft.model.config
     layout = layout_for(config, loaded.model.config, device, draft_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, draft_dims))
+    group = KvGroup(layout, _windows(loaded.model.config, draft_dims), loaded.model.config.state_bytes)
     models = _Models(loaded, head, draft, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
@@ -301,7 +305,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     budget = _budget(config, setup.device, max_model_len)
     if not holds_all:
         budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
-    if storage.host_arena is not None and not any(dims.windows):
+    if storage.host_arena is not None and not any(dims.windows) and dims.recurrence is None:
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
@@ -326,7 +330,8 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         max_request_drafts=drafts,
         num_ahead=0 if models.proposer is None else drafts,
         num_layers=models.group.layout.num_layers,
-        target_layers=dims.num_layers,
+        target_layers=dims.num_kv_layers,
+        state_layers=0 if dims.recurrence is None else len(dims.recurrence.layers),
     )
     return _Sizes(max_model_len, replace(budget, division=division), residency, limits)
 
@@ -339,7 +344,7 @@ def _executor(
     grammars: Grammars,
     adapters: AdapterStore,
 ) -> Executor:
-    """The passes of a step. One for other layers (experts, recurrent state) is one more in the list."""
+    """The passes of a step. One for other layers is one more in the list."""
     limits, guard = sizes.limits, storage.guard
     target, dims, lane = models.target, models.dims, setup.lane("compute")
     uploads = Uploads(setup.device, lane)
@@ -347,21 +352,23 @@ def _executor(
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
     masks = Masks(grammars, limits.max_batch, lane)
     part = _target_part(storage.arena, target, models.draft)
-    own_layers = target.config.num_layers
-    attention = _attention(*part, target.rope, own_layers, setup.config.source.deterministic)
+    attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    forward = Forward(target, attention, sampler.pending, begin, None if drafts is None else drafts.blank)
+    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
+    blank = None if drafts is None else drafts.blank
+    forward = Forward(target, attention, sampler.pending, begin, blank, slots)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
+        None if slots is None else StatePass(slots, kept),
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
@@ -374,15 +381,31 @@ def _executor(
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
-    buckets = _buckets(setup.config, limits, setup.device)
-    return Replays(
-        lane,
-        forward,
-        packer,
-        inputs,
-        buckets,
-        lambda: (sampler.pending, forward.model.rope, forward.attention.arena),
-    )
+    buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
+    return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
+
+
+def _state_slots(
+    dims: Recurrence | None, num_rows: int, device: torch.device, kept: KeptStates | None
+) -> tuple[StateSlots | None, StateSlots | None]:
+    """Of the rows and a row of padding, and of kept states. None: there are none."""
+    if dims is None:
+        return None, None
+    needed, free = _state_bytes(dims, num_rows), free_bytes(device)
+    if needed > free:
+        raise ConfigError(
+            f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} GiB of {device.type} memory are free"
+        )
+    rows = StateSlots(STATES, dims, num_rows + 1, device)
+    if kept is None:
+        return rows, None
+    pool, pinned = kept.pool, device.type == "cuda"
+    return rows, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned)
+
+
+def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
+    return 0 if dims is None else (num_rows + 1) * dims.num_bytes
 
 
 def _paged(
@@ -420,6 +443,7 @@ def check_ahead(config: Config) -> None:
     device = device_for(config)
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
+    config = for_recurrent(config, facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
@@ -487,7 +511,7 @@ def layout_for(
 ) -> BlockLayout:
     """`draft`: the dimensions of a draft model, if known already."""
     dtype = str(_dtype(config, device)).removeprefix("torch.")
-    num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # the head's own layer
+    num_layers = dims.num_kv_layers + (config.speculation.kind == "mtp")  # the head's own layer
     if config.speculation.kind == "draft":
         num_layers += num_draft_layers(dims, draft or inspect_model(_draft_source(config)).config)
     return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
@@ -541,7 +565,10 @@ def _working_bytes(config: Config, model: Decoder) -> float:
     per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * model.dtype.itemsize
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
-    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
+    states = _state_bytes(c.recurrence, config.engine.max_batch)
+    if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
+        per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
+    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
 
 
 def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
@@ -557,6 +584,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
+        state_every=config.offload.state_every,
     )
 
 
@@ -610,10 +638,9 @@ def _max_model_len(
 ) -> int:
     """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
-    is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
-    unpaged = "a model with sliding windows is not paged out"
-    if resident is not None and (is_windowed or not offloads):
-        why = unpaged if is_windowed else "paging needs --kv-offload and a prefix cache"
+    offloads, unpaged = config.offload.enabled and config.kv.prefix_cache, _why_unpaged(dims)
+    if resident is not None and (unpaged or not offloads):
+        why = unpaged or "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
     fits = takes = num_blocks * size if whole else dims.max_position
@@ -631,6 +658,7 @@ def _max_model_len(
             takes < wanted <= fits,
             f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
         ),
+        (is_over and unpaged, f"{raising}: {unpaged}"),
         (
             is_over and not offloads,
             f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
@@ -639,12 +667,17 @@ def _max_model_len(
             is_over and num_blocks < FEWEST_RESIDENT,
             f"{raising}: a paged-out sequence needs {FEWEST_RESIDENT} device blocks",
         ),
-        (is_over and is_windowed, f"{raising}: {unpaged}"),
         (is_over and lacks_host, f"{too_long}, nor can it be paged out: {held}"),
     ):
         if is_refused:
             raise ConfigError(f"--max-model-len {wanted}{why}")
     return wanted
+
+
+def _why_unpaged(dims: ModelConfig) -> str:
+    """Empty: a sequence may be partly in host memory."""
+    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
+    return f"a model with {kind} is not paged out" if kind else ""
 
 
 def _head(config: Config, model: Decoder) -> MtpHead | None:
@@ -699,7 +732,7 @@ def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -
     dims = model.config
     if draft is not None:
         return arena.tensor[:, : dims.num_layers], dims
-    if arena.layout.num_layers > dims.num_layers:
+    if arena.layout.num_layers != dims.num_layers:  # a head's layer, or layers without KV
         dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
     return arena.tensor, dims
 

@@ -2,18 +2,20 @@
 inputs, and puts its ops on the lane with the accesses that they make.
 
     target   the model's forward, eager or replayed       `target.py`
+    state    states of requests that begin, kept states   below, `states.py`
     paged    layers that stream KV from host memory       `paging.py`, with `scoring.py`
     sample   sampling, masks, prompt logprobs             `sampling.py`
     draft    drafts for the next step                     `ahead.py`
 
-A model with other layers (experts, recurrent state) adds a pass: a class with the methods of `Pass`, and one
-line in `build._executor`. Its state is by row, as the sampler's; scheduler and cache do not change.
+A model with other layers adds a pass: a class with the methods of `Pass`, and one line in `build._executor`.
+Its state is by row, as the sampler's; scheduler and cache do not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -26,6 +28,8 @@ from penstock.engine.execution.masks import StepMasks
 from penstock.engine.execution.replays import PROMPTS_BESIDE
 from penstock.engine.execution.running_step import Outputs
 from penstock.engine.execution.sampler import NUM_PARAMS, SamplePlan, packed_width
+from penstock.engine.execution.states import StateSlots
+from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Replay, Ticket
 from penstock.observe import ByteGuard
 
@@ -34,6 +38,7 @@ from penstock.observe import ByteGuard
 SAMPLER, LAST, ROW_STATE = "sampler rows", (0, 1), (0, 2)
 INPUTS = "replay inputs"
 GRAPHS = "memory of replays"
+STATES = "states"  # by row; their layers are the recurrent ones
 
 
 def only(arena: str, mode: Mode) -> Access:
@@ -57,7 +62,8 @@ class StepLimits:
     max_request_drafts: int = 0  # drafts of one request
     num_ahead: int = 0  # drafts per request that the device makes after a step
     num_layers: int = 0  # layers of a block: those of the target, then those of the draft model
-    target_layers: int = 0
+    target_layers: int = 0  # of these, those of the target
+    state_layers: int = 0
 
     @property
     def max_rows(self) -> int:
@@ -129,6 +135,12 @@ class Step:
         read = Access(arena, packed.read_slots, layers, Mode.READ)
         return read, Access(arena, packed.write_slots, layers, Mode.WRITE)
 
+    def states(self, layers: tuple[int, int]) -> tuple[Access, ...]:
+        """Reads and writes of the states of the step's requests."""
+        if layers[0] == layers[1]:
+            return ()
+        return (Access(STATES, self.packed.row_of, layers, Mode.WRITE),)
+
     def entries(self) -> Sequence[Chunk]:
         """The chunk of each sample; in a replay every chunk has one."""
         chunks: Sequence[Chunk] = self.plan.chunks
@@ -178,3 +190,41 @@ class PoisonPass(Pass):
         if slots:
             access = Access(arena, slots, (0, self._limits.num_layers), Mode.WRITE)
             ops.submit(lambda: self._guard.poison(arena, slots), "poison", [access])
+
+
+class StatePass(Pass):
+    """What happens to states besides the layers: a request begins with a clear one or with a kept one, and
+    after a chunk that ends at a boundary its state is kept."""
+
+    def __init__(self, rows: StateSlots, kept: StateSlots | None) -> None:
+        """`kept`: in host memory; None: no state is kept."""
+        self._rows, self._kept = rows, kept
+
+    def begin(self, plan: StepPlan, ops: StepOps) -> None:
+        rows = [chunk.row for chunk in plan.chunks if chunk.start == 0]
+        if rows:
+            ops.submit(lambda: self._rows.clear(rows), "clear states", [self._rows.access(rows, Mode.WRITE)])
+        begins = [(one.state.begins, one.row) for one in plan.chunks if one.state is not None]
+        self._copy(ops, "begin states", (self._kept, self._rows), begins)
+
+    def submit(self, step: Step) -> None:
+        ends = [(one.row, one.state.ends) for one in step.plan.chunks if one.state is not None]
+        self._copy(step.ops, "keep states", (self._rows, self._kept), ends)
+
+    def _copy(
+        self,
+        ops: StepOps,
+        label: str,
+        memory: tuple[StateSlots | None, StateSlots | None],
+        moves: Sequence[tuple[int | None, int | None]],
+    ) -> None:
+        """Of each move, a slot of the first memory to a slot of the second; None: nothing moves."""
+        source, dest = memory
+        pairs = [(a, b) for a, b in moves if a is not None and b is not None]
+        if not pairs:
+            return
+        if source is None or dest is None:
+            raise InvariantBroken("a step moves a state, but none are kept")
+        read, written = ([pair[end] for pair in pairs] for end in (0, 1))
+        accesses = source.access(read, Mode.READ), dest.access(written, Mode.WRITE)
+        ops.submit(partial(source.copy_to, dest, pairs), label, accesses)

@@ -1,0 +1,57 @@
+"""What a model with recurrent layers changes about a run. Owns the refusal of options that need KV without
+the states at its end, or a state that can go back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.config import (
+    Config,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    Settings,
+    SpeculationConfig,
+    settings_of,
+)
+from penstock.errors import ConfigError
+from penstock.models.model import ModelConfig
+
+log = logging.getLogger(__name__)
+
+# fields that must be as by default
+_REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
+    ModelSource: ("deterministic",),
+    KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer", "events"),
+    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
+    LoraConfig: ("adapters", "dir"),
+    SpeculationConfig: ("proposer",),
+}
+
+
+def for_recurrent(config: Config, dims: ModelConfig) -> Config:
+    """`config` as a model of these dimensions runs with it. Raises ConfigError by the name of a flag."""
+    if dims.recurrence is None:
+        for flag, given in (
+            ("--kv-offload-states-gib", config.offload.states_gib),
+            ("--state-every", config.offload.state_every),
+        ):
+            if given:
+                raise ConfigError(f"{flag} {given:g}: this model has no recurrent layers")
+        return config
+    for part in (config.source, config.kv, config.offload, config.lora, config.speculation):
+        for one in settings_of(type(part)):
+            if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
+                flag = "--kv-events" if one.field == "events" else one.flag
+                raise ConfigError(f"{flag} is not supported with a model that has recurrent layers")
+    every, size = config.offload.state_every, config.kv.block_tokens
+    if every % size:
+        raise ConfigError(f"--state-every must be a multiple of --block-tokens {size}, got {every}")
+    if config.offload.enabled:
+        return config
+    if config.kv.prefix_cache:
+        log.warning("this model has recurrent layers: without --kv-offload no prefix is reused")
+    return replace(config, kv=replace(config.kv, prefix_cache=False))
