@@ -132,7 +132,10 @@ class Steps:
     def chat(self) -> str:
         with self.user.serving() as url:
             text = answer_of(url)
+            page = urllib.request.Request(url, headers={"Accept": "text/html"})
+            found = urllib.request.urlopen(page).read(), urllib.request.urlopen(f"{url}/page/page.js").read()
         expect("Paris" in text, text)
+        expect(b"page/page.js" in found[0] and b"class Page" in found[1], "the page is not in the wheel")
         return f"{text!r}; weights in the cache: {size_of(self.cache / 'embedded') / MIB:.0f} MiB"
 
     def drafts(self) -> str:

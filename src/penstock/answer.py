@@ -24,6 +24,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import StepFailed
 from penstock.models.hub import fetched
+from penstock.observe import Observers
 from penstock.progress import ProgressBar
 from penstock.text.answer import StopString, TextStream
 
@@ -33,10 +34,10 @@ CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes secon
 COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
 
 
-def load_engine(config: Config) -> Engine:
+def load_engine(config: Config, observers: Observers | None = None) -> Engine:
     """Downloads a model from the hub first, unless its files are here."""
     with ProgressBar() as bar:
-        return build(fetched(config, bar), bar)
+        return build(fetched(config, bar), bar, observers=observers or Observers())
 
 
 @contextmanager

@@ -593,6 +593,10 @@ class ServerConfig(Settings):
         needs="kv_events",
     )
     kv_events_topic: str = setting("", "topic of the events", metavar="TOPIC", needs="kv_events")
+    # without it GET / answers browsers as it answers programs
+    has_viewers: bool = setting(
+        True, "GET / is a page for browsers that shows what the server does", name="page"
+    )
     log_format: Literal["text", "json"] = setting("text", "how lines on stderr look")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what goes to stderr")
 

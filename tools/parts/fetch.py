@@ -31,6 +31,7 @@ PARTS: dict[str, list[tuple[list[str], bool]]] = {
     "valkey": [(["valkey-server"], False), (["valkey-server"], True), (["redis-server"], False)],
     # libraries that the package from PyPI is linked with
     "mooncake": [(["libibverbs1", "libnl-3-200", "libnl-route-3-200"], False)],
+    "chromium": [(["chromium", "fonts-dejavu-core", "fontconfig-config"], False)],
 }
 APT_S = 180  # for one call of apt; an archive that cannot be reached gives up earlier
 

@@ -29,11 +29,13 @@ from penstock.config import GIB, Config, ServerConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.figures import STATES
 from penstock.models.hub import fetched, hub_name
+from penstock.observe import Observers
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.loop import EngineLoop
     from penstock.server.boundary import EngineSetup, FromParent, Wire
+    from penstock.server.lives import Lives
 
 logger = logging.getLogger("penstock.serve")
 
@@ -98,9 +100,9 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
     from penstock.answer import start_loop
 
     with _publishing(server) as publish:
-        engine, loop = _loaded(config)
+        engine, loop, lives = _loaded(config, server)
         try:
-            http = run.server_here(engine, loop, server, listener)
+            http = run.server_here(engine, loop, server, listener, lives)
             _log_summary(engine, config, server, http.url)
             publish(engine)
             start_loop(loop)  # what takes long before the first request
@@ -139,20 +141,24 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     config, server = unpacked(setup.config, Config), unpacked(setup.server, ServerConfig)
     parent.send(Starting(device_for(config).type))
     with _publishing(server) as publish:
-        engine, loop = _loaded(config)
+        engine, loop, lives = _loaded(config, server)
         _log_summary(engine, config, server, setup.url)
         publish(engine)
-        return EngineProcess(engine, loop, parent, server.shutdown_s).run(lambda: start_loop(loop))
+        process = EngineProcess(engine, loop, parent, server.shutdown_s, lives)
+        return process.run(lambda: start_loop(loop))
 
 
-def _loaded(config: Config) -> tuple[Engine, EngineLoop]:
+def _loaded(config: Config, server: ServerConfig) -> tuple[Engine, EngineLoop, Lives | None]:
+    """Requests are observed only for the page."""
     from penstock.answer import load_engine
     from penstock.engine.build import check_ahead
     from penstock.engine.loop import EngineLoop
+    from penstock.server.lives import Lives
 
     check_ahead(config)
-    engine = load_engine(config)
-    return engine, EngineLoop(engine)
+    lives = Lives() if server.has_viewers else None
+    engine = load_engine(config, Observers() if lives is None else Observers(requests=(lives,)))
+    return engine, EngineLoop(engine), lives
 
 
 def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> None:

@@ -35,12 +35,17 @@ _TABLE = """
 /cache/reset post cache_reset: Forget KV.
 /kv_event_sources get kv_event_sources: Where events about KV blocks are published.
 /get_server_info get server_info: What a router asks of a worker.
+/page/page.css get view_file: The style of the page at /.
+/page/page.js get view_file: Its script.
+/page/example.txt get view_file: A text to ask about.
+/page/events get view_events: What the page shows, as server-sent events.
+/page/requests/{id} get view_request: The life of a recent request.
 /health get health: Whether requests are taken.
 /live get live: Whether the engine's loop comes round.
 /metrics get metrics: Figures for Prometheus.
 /version get version: The version of this server.
 /openapi.json get openapi: This description.
-/ get landing: This page.
+/ get landing: The page, for browsers; for others what runs here, and links.
 """
 _BODIES: Mapping[str, type[msgspec.Struct]] = {
     "chat": schema.ChatBody,
@@ -77,6 +82,7 @@ ROUTES = {path: row for path, row in PATHS.items() if path != "/"}  # that are d
 LANDING_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
     "x-content-type-options": "nosniff",
+    "vary": "accept",
 }
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem}td{padding:0 "

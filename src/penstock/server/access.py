@@ -24,13 +24,15 @@ ID_HEADER = "x-request-id"
 IGNORED_HEADER = "x-penstock-ignored"
 MAX_ID = 128  # characters of a client's own id
 MAX_PATH = 200  # characters of a path in the log
-QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
+# asked every few seconds, or by the page: logged at debug
+QUIET = frozenset({"/health", "/live", "/metrics", *(path for path in ROUTES if path.startswith("/page/"))})
 HANGUP = 499
 # Paths that end with a user's name.
 NAMED = {
     "/v1/models/": "/v1/models/{model}",
     "/v1/snapshots/": "/v1/snapshots/{name}",
     "/v1/responses/": "/v1/responses/{id}",
+    "/page/requests/": "/page/requests/{id}",
 }
 OTHER = "other"  # label for unknown paths: clients must not be able to create labels
 _NOT_IN_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
@@ -147,12 +149,12 @@ class AccessLog:
             exchange.ended_s = time.monotonic()
             self._figures.add(exchange)
             _log(exchange)
-            if self._tracing is not None and not (exchange.path in QUIET and exchange.status < 400):
+            if self._tracing is not None and not (exchange.route in QUIET and exchange.status < 400):
                 self._tracing.add(exchange, scope["headers"])
 
 
 def _log(exchange: Exchange) -> None:
-    level = logging.DEBUG if exchange.path in QUIET and exchange.status < 400 else logging.INFO
+    level = logging.DEBUG if exchange.route in QUIET and exchange.status < 400 else logging.INFO
     if logger.isEnabledFor(level):
         fields = exchange.fields()
         text = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.server import view
 from penstock.server.access import ID_HEADER, IGNORED_HEADER, AccessLog, exchange_of
 from penstock.server.faults import Hangup, Refused, error_response, on_error, on_hangup
 from penstock.server.routes import OPEN_PATHS, make_routes
@@ -88,6 +89,7 @@ def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None)
     stack.append(Middleware(LastResort))
     if config.api_key is not None:
         open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
+        open_paths |= set(view.FILES) if config.has_viewers else set()
         stack.append(Middleware(KeyCheck, api_key=config.api_key, open_paths=open_paths))
     return stack
 
@@ -145,7 +147,10 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        return scope["path"] in self._open_paths or scope.get("method") == "OPTIONS"
+        """The page itself says nothing about the server; its data need the key."""
+        if scope.get("method") == "OPTIONS":
+            return True
+        return scope["path"] in self._open_paths and (scope["path"] != "/" or view.is_browser(scope))
 
     def _admits(self, scope: Scope) -> bool:
         """Compares digests in constant time; they have one length for any input. Bytes are never decoded:

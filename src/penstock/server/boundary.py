@@ -39,9 +39,10 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.kept import KeptResponse
+from penstock.server.lives import LivesChange, RequestLife
 from penstock.server.seats import RequestFigures
 
-VERSION = 11  # of everything below; both ends send it first
+VERSION = 12  # of everything below; both ends send it first
 MAX_BYTES = 256 << 20  # of one message; a longer one is garbage and is not read
 FlushLevel = Literal["captured", "visible", "persisted"]
 _LENGTH = struct.Struct("<I")
@@ -276,6 +277,8 @@ CALLS: Mapping[str, CallTypes] = {
     "snapshots.begin_find": _call(Snapshot, str, str),
     "snapshots.begin_open": _call(SnapshotContent, str, str, Adapter | None),
     "snapshots.begin_delete": _call(None, str, str),
+    "lives.changed": _call(LivesChange, int),
+    "lives.find": _call(RequestLife | None, str),
     "responses.keep": _call(None, str, str, KeptResponse),
     "responses.find": _call(KeptResponse, str, str),
     "responses.delete": _call(None, str, str),

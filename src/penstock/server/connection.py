@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -178,3 +179,23 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
 
 def _too_large(limit: int) -> Refused:
     return Refused(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
+
+
+async def while_connected(
+    receive: Receive, on_hangup: Callable[[], None], work: Callable[[], Awaitable[None]]
+) -> None:
+    """Run `work` until it is over or the client hangs up. Then `on_hangup` is called first, and `work` is
+    cancelled where it waits."""
+    with anyio.CancelScope() as scope:
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            on_hangup()
+            scope.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await work()
+        finally:
+            watcher.cancel()

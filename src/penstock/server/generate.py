@@ -3,7 +3,6 @@ steps and how a prompt is made, not shapes or engine requests."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import logging
@@ -14,7 +13,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import anyio
 import msgspec
 import numpy as np
 from starlette.requests import Request
@@ -26,6 +24,7 @@ from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, Prom
 from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
+from penstock.server.connection import while_connected
 from penstock.server.faults import fault_of
 from penstock.server.kept import KeptResponse
 from penstock.server.replies import ChatReply, CompletionReply, Heading, usage_of
@@ -168,26 +167,6 @@ def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
         if prompt.text in text
         else list(delta.offsets)
     )
-
-
-async def while_connected(
-    receive: Receive, on_hangup: Callable[[], None], work: Callable[[], Awaitable[None]]
-) -> None:
-    """Run `work` until it is over or the client hangs up. Then `on_hangup` is called first, and `work` is
-    cancelled where it waits."""
-    with anyio.CancelScope() as scope:
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            on_hangup()
-            scope.cancel()
-
-        watcher = asyncio.create_task(watch())
-        try:
-            await work()
-        finally:
-            watcher.cancel()
 
 
 logger = logging.getLogger("penstock.server")

@@ -31,6 +31,7 @@ from penstock.server import boundary
 from penstock.server.boundary import FromEngine, FromFront, FromParent, ProtocolBroken, Wire, tokens_of
 from penstock.server.channel import EngineEnd, MemoryChannel, SocketEngineEnd
 from penstock.server.kept import KeptResponses
+from penstock.server.lives import Lives
 from penstock.server.seats import RequestFigures
 
 if TYPE_CHECKING:
@@ -224,18 +225,22 @@ def _end_kept(kept: Any) -> None:
 
 class EngineService:
     """An engine, its loop, and all its fronts. `detached` is called with the index of a front once nothing of
-    it is left."""
+    it is left. `lives` are empty if they do not observe the engine."""
 
     def __init__(
-        self, engine: Engine, loop: EngineLoop, detached: Callable[[int], None] = lambda index: None
+        self,
+        engine: Engine,
+        loop: EngineLoop,
+        detached: Callable[[int], None] = lambda index: None,
+        lives: Lives | None = None,
     ) -> None:
         self.engine = engine
         self.loop = loop
         self.detached = detached
+        self.lives = lives or Lives()
         self.responses = KeptResponses()
         self.ended = threading.Event()  # and all fronts know
         self.is_well = True  # False: the loop could not be closed
-        self._tokenizer: TokenizerSpec | None = None  # made for the first front process
         self._links: list[FrontLink] = []
         self._changed = threading.Condition()  # of what links have heard, and of which there are
         self._past: list[RequestFigures] = []  # of fronts that are gone
@@ -254,8 +259,11 @@ class EngineService:
 
     def attach(self, index: int, sock: socket.socket) -> None:
         """A front in another process."""
-        self._tokenizer = self._tokenizer or spec_of(self.engine.tokenizer)
         self._add(index, SocketEngineEnd(sock, str(index)), self._tokenizer)
+
+    @functools.cached_property
+    def _tokenizer(self) -> TokenizerSpec:
+        return spec_of(self.engine.tokenizer)
 
     def attach_here(self) -> MemoryChannel:
         """A front in this process, which has the engine's own tokenizer."""
@@ -356,7 +364,7 @@ class EngineService:
 
     def do(self, name: str, arguments: Any, asking: FrontLink) -> Any:
         """One of `boundary.CALLS`."""
-        owner = self if name.startswith("responses.") else self.engine
+        owner = self if name.startswith(("lives.", "responses.")) else self.engine
         work = functools.partial(operator.attrgetter(name)(owner), *arguments)
         match name:
             case "stats":
@@ -415,10 +423,17 @@ class EngineService:
 class EngineProcess:
     """Obeys the parent on a thread of its own, and waits for the end on the caller's."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, parent: Wire[FromParent], shutdown_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        loop: EngineLoop,
+        parent: Wire[FromParent],
+        shutdown_s: float,
+        lives: Lives | None = None,
+    ) -> None:
         self._parent = parent
         self._shutdown_s = shutdown_s
-        self._service = EngineService(engine, loop, self._detached)
+        self._service = EngineService(engine, loop, self._detached, lives)
 
     def run(self, start: Callable[[], None]) -> int:
         """`start` warms the engine up; meanwhile fronts get its description. Returns the exit code."""

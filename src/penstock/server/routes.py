@@ -19,8 +19,8 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.contract import LoadedAdapter, Prefetched, Snapshot, SnapshotRequest
 from penstock.errors import InvalidRequest
-from penstock.server import about, messages, metrics, schema
-from penstock.server.connection import read_body
+from penstock.server import about, messages, metrics, schema, view
+from penstock.server.connection import read_body, while_connected
 from penstock.server.faults import Hangup, Refused, json_response
 from penstock.server.generate import (
     KINDS,
@@ -31,10 +31,10 @@ from penstock.server.generate import (
     encode_given,
     owner_of,
     prompts_of,
-    while_connected,
 )
 from penstock.server.service import FLUSH_S, Service
 from penstock.server.thinking import reasons
+from penstock.server.viewers import ViewerStream
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
@@ -56,6 +56,8 @@ def make_routes(service: Service) -> list[Route]:
     def endpoint(route: about.PathRow) -> Any:
         if route.name in KINDS:
             return Generate(service, route.name)
+        if route.name == "view_events":
+            return ViewerStream(service.viewers)
         found: Callable[[Service, Request], Awaitable[Response]] = globals()[f"on_{route.name}"]
 
         async def answer(request: Request) -> Response:
@@ -69,6 +71,7 @@ def make_routes(service: Service) -> list[Route]:
     return [
         Route(path.replace("}", ":path}"), endpoint(route), methods=[name.upper() for name in route.methods])
         for path, route in about.PATHS.items()
+        if service.config.has_viewers or not route.name.startswith("view_")
     ]
 
 
@@ -328,6 +331,8 @@ async def on_openapi(service: Service, request: Request) -> Response:
 
 
 async def on_landing(service: Service, request: Request) -> Response:
+    if service.config.has_viewers and view.is_browser(request.scope):
+        return view.file_response("/")
     engine, trouble = service.engine, service.not_ready()
     states = {} if trouble else (await service.stats())[0].requests
     shown = about.landing(
@@ -342,6 +347,21 @@ async def on_landing(service: Service, request: Request) -> Response:
         }
     )
     return Response(shown, headers=about.LANDING_HEADERS, media_type="text/html")
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+async def on_view_file(service: Service, request: Request) -> Response:
+    return view.file_response(request.url.path)
+
+
+async def on_view_request(service: Service, request: Request) -> Response:
+    request_id = request.path_params["id"]
+    if (life := await service.ask("lives.find", request_id)) is None:
+        message = f"request {request_id!r} is not among the recent ones of this server"
+        raise Refused(404, message, code="request_not_found")
+    return json_response(life)
 
 
 # -------------------------------------------------------------------------------------------------- snapshots

@@ -25,6 +25,7 @@ from penstock.server.channel import SocketFrontEnd
 from penstock.server.client import EngineClient
 from penstock.server.connection import connection_class
 from penstock.server.links import EngineService
+from penstock.server.lives import Lives
 from penstock.server.seats import SeatBook
 from penstock.server.service import CLOSE_GRACE_S, Service
 
@@ -129,10 +130,14 @@ def url_of(host: str, listener: socket.socket) -> str:
 
 
 def server_here(
-    engine: Engine, loop: EngineLoop, config: ServerConfig, listener: socket.socket | None = None
+    engine: Engine,
+    loop: EngineLoop,
+    config: ServerConfig,
+    listener: socket.socket | None = None,
+    lives: Lives | None = None,
 ) -> HttpServer:
     """HTTP and engine in one process: `run` also starts and closes `loop`."""
-    here = EngineService(engine, loop)
+    here = EngineService(engine, loop, lives=lives)
     client = EngineClient(here.attach_here(), engine.tokenizer)
     return HttpServer(Service(client, config, here=here), listener)
 

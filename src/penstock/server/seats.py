@@ -38,6 +38,7 @@ class GateNumber(IntEnum):
     SIDE = 1
     LOADS = 2
     CONNECTIONS = 3
+    VIEWERS = 4
 
 
 class SeatBook:

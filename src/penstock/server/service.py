@@ -26,6 +26,7 @@ import anyio.to_thread
 import msgspec
 from starlette.requests import Request
 
+from penstock import __version__
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, SnapshotContent, Submission, TokenEvent
 from penstock.engine.stats import EngineStats
@@ -38,6 +39,7 @@ from penstock.server.faults import Hangup, Refused
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.seats import Gate, GateNumber, RequestFigures, SeatBook, Seats
 from penstock.server.tools import Asked
+from penstock.server.viewers import BOUNDS_S, MOST_VIEWERS, Look, Viewers
 
 if TYPE_CHECKING:
     from penstock.server.links import EngineService
@@ -171,6 +173,7 @@ PATIENCE: dict[str, tuple[float, str]] = {
     "kv.prefetch": (10.0, "the engine loop did not come round within {:g} s to prefetch"),
     # for computed blocks to be saved, and for tiers to answer
     "snapshots": (150.0, "the engine did not answer about snapshots within {:g} s"),
+    "lives": (10.0, "the engine's process did not answer within {:g} s"),
     "responses": (10.0, "what is kept of earlier answers could not be looked at within {:g} s"),
 }
 
@@ -191,8 +194,6 @@ class Service:
     ) -> None:
         self.engine = engine
         self.config = config
-        # names of the model for clients; the first is the main one
-        self.names = config.served_names or (engine.facts.name,)
         for name in self.names:
             if name in engine.adapters:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
@@ -203,6 +204,9 @@ class Service:
         self.side = self._gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
         self.loads = self._gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
         self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
+        self.viewers = Viewers(
+            self._gate(MOST_VIEWERS, "viewers of the page", GateNumber.VIEWERS), self._look, self._facts
+        )
         self.loading = anyio.CapacityLimiter(1)  # adapters: each reads and holds a whole file
         self._here = here
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
@@ -212,6 +216,11 @@ class Service:
 
     def _gate(self, limit: int, what: str, number: GateNumber) -> Gate:
         return Gate(limit, what, self.book, self.row, number)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the model, for clients; the first is the main one."""
+        return self.config.served_names or (self.engine.facts.name,)
 
     # ---- life
 
@@ -244,6 +253,7 @@ class Service:
         if self.stopping:
             return
         self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
+        self.viewers.close()
         if self._here is not None:
             close = partial(self._here.close, self.config.shutdown_s)
             threading.Thread(target=close, name="penstock-stop", daemon=True).start()
@@ -359,6 +369,22 @@ class Service:
         async with self._askers:
             stats, others = await self.ask("stats")
         return stats, RequestFigures.total([self.engine.figures, *others])
+
+    async def _look(self, since: int) -> Look:
+        change = await self.ask("lives.changed", since)
+        return Look(*await self.stats(), change, self.not_ready())
+
+    def _facts(self) -> dict[str, Any]:
+        facts = self.engine.facts
+        return {
+            "version": __version__,
+            "started_s": facts.started_s,
+            "models": [*self.names, *self.engine.adapters],
+            "tiers": facts.tiers,
+            "block_tokens": facts.block_tokens,
+            "max_model_len": self.engine.max_model_len,
+            "bounds_s": BOUNDS_S,
+        }
 
     @contextlib.asynccontextmanager
     async def compiled(self, asked: Asked | None) -> AsyncIterator[None]:

@@ -239,7 +239,7 @@ def test_every_server_flag_reaches_the_config(served, penstock):
         "--served-model-name a b/c --cors-origin http://a --cors-origin https://b:1 --max-body-bytes 2048 "
         "--max-concurrent 3 --shutdown-s 4 --read-timeout-s 5 --write-timeout-s 6 "
         "--allow-special-tokens-in-text --tool-call-parser json --reasoning-parser none --api-processes 7 "
-        "--kv-events tcp://*:5557 --kv-events-replay tcp://*:5558 --kv-events-topic t "
+        "--kv-events tcp://*:5557 --kv-events-replay tcp://*:5558 --kv-events-topic t --no-page "
         "--log-format json --log-level error --generation-config none"
     )
     assert penstock(given).code == 0
@@ -247,7 +247,7 @@ def test_every_server_flag_reaches_the_config(served, penstock):
     limits = (2048, 3, 4.0, 5.0, 6.0, True, "json", "none", 7)
     events = ("tcp://*:5557", "tcp://*:5558", "t")
     server = ServerConfig(
-        "127.0.0.9", 81, "k", True, "http://h:1", names, origins, *limits, *events, "json", "error"
+        "127.0.0.9", 81, "k", True, "http://h:1", names, origins, *limits, *events, False, "json", "error"
     )
     assert served == [(Config(ModelSource("m", generation_config="none"), KvConfig(events=True)), server)]
 

@@ -36,9 +36,9 @@ def loaded(monkeypatch):
     """Engines that the command has loaded, in this process."""
     engines = []
 
-    def load(config):
+    def load(config, observers):
         engines.append(None)  # also where it fails
-        engines[-1] = load_engine(config)
+        engines[-1] = load_engine(config, observers)
         return engines[-1]
 
     monkeypatch.setattr("penstock.answer.load_engine", load)
@@ -57,13 +57,15 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(penstock, tiny, 
     assert loaded == []
 
 
-def test_a_refusal_after_loading_closes_the_engine(penstock, tiny, loaded, tmp_path):
+@pytest.mark.parametrize("page", [(), ("--no-page",)])
+def test_a_refusal_after_loading_closes_the_engine(penstock, tiny, loaded, tmp_path, page):
     """Its lanes, and the lock of a disk cache, would otherwise stay for as long as the process does."""
     write_random_adapter(tmp_path / "a", TINY_LLAMA, 1)
     named = ("--lora", f"mine={tmp_path / 'a'}", "--served-model-name", "mine")
-    ran = penstock("serve", *tiny, "--port", "0", *named, *HERE)
+    ran = penstock("serve", *tiny, "--port", "0", *named, *HERE, *page)
     assert ran.code == 2 and "an adapter has that name" in ran.err
     assert loaded[0].ended == "the engine is closed"
+    assert len(loaded[0].parts.observers.requests) == (not page), "nobody watches without the page"
 
 
 def test_a_refusal_by_another_process_is_said_as_if_there_were_one(penstock, tiny, tmp_path):

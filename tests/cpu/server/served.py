@@ -18,6 +18,7 @@ import uvicorn.server
 from penstock.config import ServerConfig
 from penstock.server.client import EngineClient
 from penstock.server.links import EngineService
+from penstock.server.lives import Lives
 from penstock.server.run import HttpServer, server_here
 from penstock.server.service import Service
 from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
@@ -102,10 +103,11 @@ def service_of(loop: ScriptedLoop, **settings) -> Service:
 
 
 @contextlib.contextmanager
-def serving(engine: ScriptedEngine | None = None, **settings) -> Iterator[Served]:
+def serving(engine: ScriptedEngine | None = None, lives: Lives | None = None, **settings) -> Iterator[Served]:
     engine = engine or ScriptedEngine()
     loop = ScriptedLoop(engine)
-    server = server_here(engine, loop, ServerConfig(port=0, **{"shutdown_s": 5.0, **settings}))
+    config = ServerConfig(**{"port": 0, "shutdown_s": 5.0, **settings})
+    server = server_here(engine, loop, config, lives=lives)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started, "the server is up")

@@ -22,7 +22,10 @@ MAX_MODEL_LEN = 160
 MAX_BODY_BYTES = 48 << 10
 MAX_CONCURRENT = 32
 
-_SERVICE: Any = SimpleNamespace(engine=None)  # routes look at it when they are called, and these never are
+_PAGE = SimpleNamespace(has_viewers=True)
+_SERVICE: Any = SimpleNamespace(
+    engine=None, viewers=None, config=_PAGE
+)  # routes look at it when they are called, and these never are
 ROUTES: dict[str, set[str]] = {route.path: set(route.methods or ()) for route in make_routes(_SERVICE)}
 BODIES: dict[str, type] = {
     "/v1/completions": schema.CompletionBody,

@@ -518,6 +518,10 @@ def _plain(check: Callable[[Case, Any], object]) -> Callable[[Case, Answer], Non
     return judged
 
 
+def _file(kind: str) -> Callable[[Case, Answer], None]:
+    return lambda case, answer: need(answer.headers["content-type"] == kind, "a file of another kind")
+
+
 def _is_card(card: Json) -> bool:
     return (
         set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"}
@@ -593,5 +597,8 @@ _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     "/kv_event_sources": _plain(lambda case, reply: reply == []),
     "/get_server_info": _plain(lambda case, reply: reply["max_model_len"] == MAX_MODEL_LEN),
     "/openapi.json": _plain(lambda case, reply: "/v1/completions" in reply["paths"]),
+    "/page/page.css": _file("text/css; charset=utf-8"),
+    "/page/page.js": _file("text/javascript; charset=utf-8"),
+    "/page/example.txt": _file("text/plain; charset=utf-8"),
     "/": lambda case, answer: need(answer.body.startswith(b"<!doctype html>"), "the landing page is HTML"),
 }
