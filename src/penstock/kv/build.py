@@ -18,7 +18,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
-from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
+from penstock.kv.tiers.cold import ColdLimits, ColdTier, cpu_lanes
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
@@ -27,9 +27,7 @@ from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import ByteChecks, Mover, make_copier
-from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
-from penstock.lanes.lane import Lane
 from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
@@ -38,10 +36,6 @@ _LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
 # A shorter step ends sooner as a replay after the whole load than launched layer by layer.
 _CUDA_OVERLAP_TOKENS = 1024
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
-# Lanes for one cold tier: a disk needs several requests in its queue, also while some lanes compute
-# checksums.
-COLD_READERS = 6
-COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
 _UNOBSERVED = Observers()
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
@@ -204,15 +198,5 @@ def open_cold(
     observers: Observers = _UNOBSERVED,
 ) -> ColdTier:
     """`store` on its own lanes, behind the host memory of `arena`."""
-    observer = all_of(observers.lanes)
-
-    def lanes(what: str, num: int) -> list[Lane]:
-        return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
-
-    own = ColdLanes(
-        lanes("read", COLD_READERS),
-        lanes("write", COLD_WRITERS),
-        None if store.local else lanes("ask", 1)[0],
-        all_of(observers.transfers),
-    )
-    return ColdTier(store, own, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())
+    lanes = cpu_lanes(store, all_of(observers.lanes), all_of(observers.transfers))
+    return ColdTier(store, lanes, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())
