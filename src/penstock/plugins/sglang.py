@@ -1,0 +1,192 @@
+"""Penstock's disk and shared store under SGLang's HiCache (`--hicache-storage-backend dynamic`). Owns the
+names of SGLang's interface, and which ranks share pages. SGLang's threads for storage call it, and wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from penstock.errors import ConfigError
+from penstock.plugins.options import TierOptions
+from penstock.plugins.pages import PageFormat, Pages, memory_at
+from penstock.plugins.tiers import open_tiers
+
+LAYOUTS = ("page_first", "page_first_direct", "page_head")  # a page's parts are contiguous
+_OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's part of the options
+_KV = "kv"  # the only pool that is kept
+_SETTINGS = ("kv_cache_dtype", "dtype", "quantization", "json_model_override_args")
+_CLOSE_S = 30.0
+
+
+class PenstockStorage(HiCacheStorage):
+    """One per rank. A page that is missing, damaged or late is False or None; nothing is raised but at start,
+    and by `clear` and `close`."""
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        given = {name: value for name, value in storage_config.extra_config.items() if name not in _OWN}
+        self._options = _options_of_rank(TierOptions.of(given), storage_config)
+        self._config = storage_config
+        self._pages: Pages | None = None
+
+    # ------------------------------------------------------------------------------------------------- pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Opens the tiers: only now the size of a page is known. Raises ConfigError."""
+        self.close()
+        options = self._options
+        format = _format_of(mem_pool_host, self._config, options.weights_id or "")
+        queue_bytes = int(options.queue_mib * (1 << 20))
+        _need(queue_bytes >= format.page_bytes, "needs a queue_mib that holds one page")
+        self._pages = Pages(format, partial(open_tiers, options), options.remote_timeout_s, queue_bytes)
+        self.mem_pool_host = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        _need(
+            str(host_pool_name) == _KV and host_pool is self.mem_pool_host,
+            f"keeps KV only, and this model has a pool {host_pool_name} beside it",
+        )
+
+    # -------------------------------------------------------------------------------------------- zero copies
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        parts = self._parts(keys, host_indices)
+        return self._open.read(keys, parts)
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        parts = self._parts(keys, host_indices)
+        before = getattr(extra_info, "prefix_keys", None) or ()
+        return self._open.write(keys, parts, len(before))
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        return self._open.leading(keys)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # ------------------------------------------------------------------------------- pages in tensors, copied
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        targets = list(target_locations)
+        done = self._open.read(keys, [part for target in targets for part in self._parts_of(target)])
+        return [target if there else None for target, there in zip(targets, done, strict=True)]
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        (page,) = self.batch_get([key], [target_location])
+        return page
+
+    def batch_set(
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        values = [value.contiguous() for value in values]  # kept while they are read
+        return all(self._open.write(keys, [part for value in values for part in self._parts_of(value)]))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    # --------------------------------------------------------------------------------------------------- end
+
+    def clear(self) -> None:
+        """Raises StoreFailed: SGLang must not take the pages for forgotten."""
+        self._open.clear()
+
+    def close(self) -> None:
+        if self._pages is not None:
+            self._pages.close(_CLOSE_S)
+
+    # ----------------------------------------------------------------------------------------------- private
+
+    @property
+    def _open(self) -> Pages:
+        if self._pages is None:
+            raise ConfigError("penstock: no host pool is registered")
+        return self._pages
+
+    def _parts(self, keys: Sequence[str], host_indices: Any) -> list[memoryview]:
+        """Empty, which no call takes, if they are not those of as many pages."""
+        if len(host_indices) != len(keys) * self.mem_pool_host.page_size:
+            return []
+        return _views(self.mem_pool_host, host_indices)
+
+    def _parts_of(self, page: Any) -> list[memoryview]:
+        if not page.is_contiguous() or str(page.device) != "cpu":
+            return []
+        return self._open.cut(memory_at(page.data_ptr(), page.numel() * page.element_size()))
+
+
+def _views(pool: Any, indices: Any) -> list[memoryview]:
+    addresses, sizes = pool.get_page_buffer_meta(indices)
+    return [memory_at(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+
+
+def _options_of_rank(options: TierOptions, config: Any) -> TierOptions:
+    """A directory belongs to one process, so each rank has a folder in it."""
+    _need(config.tp_lcm_size is None, "cannot split heads: leave out tp_lcm_size")
+    _need(config.dcp_size == 1, "does not know decode context parallelism")
+    _need(
+        options.weights_id is not None,
+        "needs weights_id: SGLang tells a storage backend the name of a model, not which weights it has",
+    )
+    if options.ssd_dir is None:
+        return options
+    if not config.is_storage_writer:  # another rank writes the pages that this one reads
+        _need(options.remote is not None, "needs the option remote: ranks share the pages of this model")
+        return replace(options, ssd_dir=None)
+    names = [f"{kind}{rank}" for kind, (rank, _) in _ranks(config).items()]
+    return replace(options, ssd_dir=str(Path(options.ssd_dir) / "-".join([*names, f"dp{config.dp_rank}"])))
+
+
+def _ranks(config: Any) -> dict[str, tuple[int, int]]:
+    return {
+        "tp": (config.tp_rank, config.tp_size),
+        "pp": (config.pp_rank, config.pp_size),
+        "cp": (config.attn_cp_rank, config.attn_cp_size),
+    }
+
+
+def _format_of(pool: Any, config: Any, weights: str) -> PageFormat:
+    _need(
+        pool.layout in LAYOUTS, f"needs --hicache-mem-layout {' or '.join(LAYOUTS)}, and it is {pool.layout}"
+    )
+    first = _views(pool, np.arange(pool.page_size))
+    sizes = {part.nbytes for part in first}
+    _need(len(sizes) == 1, "cannot keep keys and values of different sizes")
+    ranks = _ranks(config)
+    if config.is_mla_model:  # all tensor-parallel ranks have the same pages
+        del ranks["tp"]
+    return PageFormat(
+        engine="sglang",
+        weights=weights,
+        model=config.model_name or "",
+        dtype=str(pool.dtype),
+        layout=pool.layout,
+        page_tokens=pool.page_size,
+        num_parts=len(first),
+        part_bytes=sizes.pop(),
+        layers=(pool.start_layer, pool.end_layer),
+        ranks=ranks,
+        settings=_settings(),
+    )
+
+
+def _settings() -> dict[str, str]:
+    """Of the server that has made this backend, as far as its version tells them."""
+    try:
+        from sglang.srt.runtime_context import get_model
+
+        model = get_model()
+    except (ImportError, ValueError):  # no server: a test, or a tool
+        return {}
+    return {name: str(getattr(model, name, "")) for name in _SETTINGS}
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"penstock {message}")
