@@ -23,6 +23,8 @@ class TierOptions:
     queue_mib: float = 512.0  # of writes in flight to each of them; further ones are skipped
     # what the user says instead of the content of the weights: equal names share blocks
     weights_id: str | None = None
+    # the user's word that the content of an adapter never changes under its name and path
+    trust_adapters: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -40,6 +42,7 @@ class TierOptions:
             _need(
                 value is None or (isinstance(value, str) and value != ""), name, "must be a text, not empty"
             )
+        _need(isinstance(self.trust_adapters, bool), "trust_adapters", "must be true or false")
         _need(self.eviction in EVICTIONS, "eviction", f"must be one of {', '.join(EVICTIONS)}")
         for name, most in (
             ("ssd_gib", 2**30),
