@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from penstock.errors import DeadlineExceeded, StoreFailed
 from penstock.figures import Traffic
@@ -128,7 +129,7 @@ class Pages:
 
     def read(self, names: Sequence[str], parts: Views) -> list[bool]:
         """Each page into its parts. After False their content is undefined."""
-        return self._move(names, parts, lambda job, keys, slots: self._tiers.read(job, keys, slots))
+        return self._move(names, parts, self._tiers.read)
 
     def write(self, names: Sequence[str], parts: Views, depth: int = 0) -> list[bool]:
         """Whether some tier has the page now. `depth`: pages before the first."""
@@ -139,7 +140,7 @@ class Pages:
             done += self._move(
                 some,
                 parts[first * num_parts : (first + len(some)) * num_parts],
-                lambda job, keys, slots, depths=depths: self._tiers.write(job, keys, slots, depths),
+                partial(self._tiers.write, depths=depths),
             )
         if not all(done):
             self.warn("write", "some pages were not written; the counters of the tiers say why")

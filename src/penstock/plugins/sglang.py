@@ -16,11 +16,13 @@ from penstock.errors import ConfigError
 from penstock.plugins.options import TierOptions
 from penstock.plugins.pages import PageFormat, Pages, memory_at
 from penstock.plugins.tiers import open_tiers
+from penstock.plugins.weights import weights_digest
 
 LAYOUTS = ("page_first", "page_first_direct", "page_head")  # a page's parts are contiguous
 _OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's part of the options
 _KV = "kv"  # the only pool that is kept
-_SETTINGS = ("kv_cache_dtype", "dtype", "quantization", "json_model_override_args")
+# of a server, which change KV
+_SETTINGS = ("kv_cache_dtype", "dtype", "quantization", "quantization_param_path", "json_model_override_args")
 _CLOSE_S = 30.0
 
 
@@ -40,7 +42,7 @@ class PenstockStorage(HiCacheStorage):
         """Opens the tiers: only now the size of a page is known. Raises ConfigError."""
         self.close()
         options = self._options
-        format = _format_of(mem_pool_host, self._config, options.weights_id or "")
+        format = _format_of(mem_pool_host, self._config, options)
         queue_bytes = int(options.queue_mib * (1 << 20))
         _need(queue_bytes >= format.page_bytes, "needs a queue_mib that holds one page")
         self._pages = Pages(format, partial(open_tiers, options), options.remote_timeout_s, queue_bytes)
@@ -130,10 +132,6 @@ def _options_of_rank(options: TierOptions, config: Any) -> TierOptions:
     """A directory belongs to one process, so each rank has a folder in it."""
     _need(config.tp_lcm_size is None, "cannot split heads: leave out tp_lcm_size")
     _need(config.dcp_size == 1, "does not know decode context parallelism")
-    _need(
-        options.weights_id is not None,
-        "needs weights_id: SGLang tells a storage backend the name of a model, not which weights it has",
-    )
     if options.ssd_dir is None:
         return options
     if not config.is_storage_writer:  # another rank writes the pages that this one reads
@@ -151,13 +149,15 @@ def _ranks(config: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _format_of(pool: Any, config: Any, weights: str) -> PageFormat:
+def _format_of(pool: Any, config: Any, options: TierOptions) -> PageFormat:
     _need(
         pool.layout in LAYOUTS, f"needs --hicache-mem-layout {' or '.join(LAYOUTS)}, and it is {pool.layout}"
     )
     first = _views(pool, np.arange(pool.page_size))
     sizes = {part.nbytes for part in first}
     _need(len(sizes) == 1, "cannot keep keys and values of different sizes")
+    has_draft = getattr(pool, "layer_num", None) != getattr(pool, "target_layer_num", None)
+    weights, settings = _identity(options, has_draft)
     ranks = _ranks(config)
     if config.is_mla_model:  # all tensor-parallel ranks have the same pages
         del ranks["tp"]
@@ -172,19 +172,32 @@ def _format_of(pool: Any, config: Any, weights: str) -> PageFormat:
         part_bytes=sizes.pop(),
         layers=(pool.start_layer, pool.end_layer),
         ranks=ranks,
-        settings=_settings(),
+        settings=settings,
     )
 
 
-def _settings() -> dict[str, str]:
-    """Of the server that has made this backend, as far as its version tells them."""
+def _identity(options: TierOptions, has_draft: bool) -> tuple[str, dict[str, str]]:
+    """The weights, and the server's settings that change KV. Raises ConfigError."""
+    said = options.weights_id
+    hint = "needs the option weights_id, a text that is the same only for the same weights: it"
     try:
-        from sglang.srt.runtime_context import get_model
+        from sglang.srt.runtime_context import get_lora, get_model
 
-        model = get_model()
-    except (ImportError, ValueError):  # no server: a test, or a tool
-        return {}
-    return {name: str(getattr(model, name, "")) for name in _SETTINGS}
+        model, lora = get_model(), get_lora()
+    except ValueError:  # no server has made this backend
+        _need(said is not None, f"{hint} finds no server")
+        return f"said {said}", {}
+    _need(
+        options.trust_adapters or not (lora.enable_lora or lora.lora_paths),
+        "needs trust_adapters: SGLang knows an adapter by its name and path, and not by its content",
+    )
+    settings = {name: str(getattr(model, name, "")) for name in _SETTINGS}
+    if said is not None:
+        return f"said {said}", settings
+    path = Path(model.model_path)
+    _need(path.exists() and model.load_format != "dummy", f"{hint} finds no files at {path}")
+    _need(not has_draft, f"{hint} keeps layers of a draft model, too")
+    return weights_digest(path), settings
 
 
 def _need(condition: bool, message: str) -> None:

@@ -1,0 +1,287 @@
+"""The storage class for SGLang, without SGLang: modules of the same names stand in for it, and the signatures of
+its base class are data. tests/plugins runs it inside the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.kv.tiers.ssd.store import SsdStore
+
+HICACHE = json.loads((Path(__file__).parents[2] / "data" / "sglang-hicache.json").read_text())
+PAGE, PART = 4, 4096
+NAMES = [f"{number:064x}" for number in range(4)]
+SOON_S = 20.0
+
+
+class Indices(list[int]):
+    """A tensor, as far as pools and backends use one."""
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+class Pool:
+    """Host memory in which keys and values of a page are contiguous, like SGLang's with a page-first layout."""
+
+    layout, page_size, dtype, start_layer, end_layer = "page_first", PAGE, "torch.bfloat16", 0, 7
+    layer_num = target_layer_num = 8
+
+    def __init__(self, num_pages: int = 16, num_parts: int = 2, **more: Any) -> None:
+        self.num_parts = num_parts
+        self.memory = [(ctypes.c_ubyte * (num_pages * PART))() for _ in range(num_parts)]
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        starts = [index // PAGE * PART for index in indices.tolist()[::PAGE]]
+        found = [ctypes.addressof(memory) + start for start in starts for memory in self.memory]
+        return found, [PART] * len(found)
+
+    def fill(self, page: int, value: int) -> None:
+        for part, memory in enumerate(self.memory):
+            ctypes.memset(ctypes.addressof(memory) + page * PART, value + part, PART)
+
+    def content(self, page: int) -> list[set[int]]:
+        return [set(memory[page * PART : (page + 1) * PART]) for memory in self.memory]
+
+
+def pages(*numbers: int) -> Indices:
+    return Indices(index for number in numbers for index in range(number * PAGE, (number + 1) * PAGE))
+
+
+class Model(SimpleNamespace):
+    model_path, load_format = "/nowhere", "auto"
+    kv_cache_dtype, dtype, quantization, quantization_param_path = "auto", "auto", None, None
+    json_model_override_args = "{}"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the published settings of a server are; None: nothing is published."""
+    found = SimpleNamespace(model=Model(), lora=SimpleNamespace(enable_lora=None, lora_paths=None))
+    names = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage")
+    for name in (*names, "sglang.srt.runtime_context"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+    def get(name: str) -> Any:
+        if getattr(found, name) is None:
+            raise ValueError("not published")
+        return getattr(found, name)
+
+    sys.modules[names[-1]].HiCacheStorage = type("HiCacheStorage", (), {})  # type: ignore[attr-defined]
+    context = sys.modules["sglang.srt.runtime_context"]
+    context.get_model, context.get_lora = lambda: get("model"), lambda: get("lora")  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "penstock.plugins.sglang", raising=False)
+    yield found
+    sys.modules.pop("penstock.plugins.sglang", None)
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_storage(server: SimpleNamespace, tmp_path: Path) -> Iterator[Open]:
+    from penstock.plugins.sglang import PenstockStorage
+
+    opened: list[Any] = []
+
+    def open_(
+        pool: Pool | None = None, options: dict[str, Any] | None = None, say: bool = True, **config: Any
+    ) -> Any:
+        fields: dict[str, Any] = {name: 0 for name in HICACHE["config"]}  # and no other field
+        fields |= {name: 1 for name in fields if name.endswith("_size")} | {"is_storage_writer": True}
+        fields |= {"model_name": "m", "is_mla_model": False, "tp_lcm_size": None, **config}
+        extra = {"backend_name": "penstock", "module_path": "x", "class_name": "y", "interface_v1": 1}
+        extra |= {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": 0.01} | ({"weights_id": "w"} if say else {})
+        extra = {name: value for name, value in (extra | (options or {})).items() if value is not None}
+        storage = PenstockStorage(SimpleNamespace(**(fields | {"extra_config": extra})), {})
+        opened.append(storage)
+        pool = pool or Pool()
+        storage.register_mem_pool_host(pool)
+        storage.register_mem_host_pool_v2(pool, "kv")
+        for tier in storage._pages._tiers.tiers:
+            assert not isinstance(store := tier.calls.store, SsdStore) or store.wait_scanned(SOON_S)
+        return storage
+
+    yield open_
+    for storage in opened:
+        storage.close()
+
+
+def write(storage: Any, names: list[str] = NAMES) -> None:
+    for page, _ in enumerate(names):
+        storage.mem_pool_host.fill(page, page * 2 + 1)
+    assert storage.batch_set_v1(names, pages(*range(len(names)))) == [True] * len(names)
+
+
+def test_pages_go_to_the_disk_and_come_back_to_other_places(open_storage: Open) -> None:
+    storage = open_storage()
+    assert storage.batch_exists(NAMES) == 0 and not storage.exists(NAMES[0])
+    write(storage)
+    assert storage.batch_exists([*NAMES, "none", *NAMES]) == 4 and storage.exists(NAMES[3])
+    assert storage.batch_get_v1([*NAMES, "none"], pages(9, 8, 7, 6, 5)) == [True] * 4 + [False]
+    for page, place in enumerate((9, 8, 7, 6)):
+        assert storage.mem_pool_host.content(place) == [{page * 2 + 1}, {page * 2 + 2}]
+    storage.close()
+    again = open_storage()
+    assert again.batch_exists(NAMES) == 4, "a restart loses them"
+    again.clear()
+    assert again.batch_exists(NAMES) == 0
+
+
+def test_an_answer_of_other_indices_than_the_pages_have_is_no(open_storage: Open) -> None:
+    storage = open_storage()
+    write(storage)
+    assert storage.batch_get_v1(NAMES, pages(1)) == [False] * 4 == storage.batch_set_v1(NAMES, pages(1))
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # what differs: in the pool, the configuration, the options
+    "weights": ({}, {}, {"weights_id": "w2"}),
+    "model": ({}, {"model_name": "m2"}, {}),
+    "dtype": ({"dtype": "torch.uint8"}, {}, {}),
+    "layout": ({"layout": "page_first_direct"}, {}, {}),
+    "page size": ({"page_size": PAGE * 2}, {}, {}),
+    "parts": ({"num_parts": 1}, {}, {}),
+    "layers": ({"start_layer": 8, "end_layer": 15}, {}, {}),
+    "tp rank": ({}, {"tp_rank": 1, "tp_size": 2}, {}),
+    "tp size": ({}, {"tp_size": 2}, {}),
+    "pp rank": ({}, {"pp_rank": 1, "pp_size": 2}, {}),
+    "pp size": ({}, {"pp_size": 2}, {}),
+    "cp rank": ({}, {"attn_cp_rank": 1, "attn_cp_size": 2}, {}),
+    "cp size": ({}, {"attn_cp_size": 2}, {}),
+}
+
+
+def space_of(storage: Any) -> bytes:
+    digest: bytes = storage._pages._format.space().digest
+    return digest
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_servers_that_differ_never_read_each_others_pages(open_storage: Open, name: str, tmp_path: Path) -> None:
+    """Holds invariant 13: in one directory, whatever the folders of ranks are."""
+    pool, config, options = OTHERS[name]
+    one = open_storage()
+    write(one)
+    one.close()
+    other = open_storage(Pool(**pool), options, **config)
+    assert other.batch_exists(NAMES) == 0 and space_of(other) != space_of(one)
+
+
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "dtype", "quantization", "json_model_override_args"])
+def test_settings_of_a_server_that_change_kv_make_other_pages(
+    open_storage: Open, server: SimpleNamespace, name: str
+) -> None:
+    # Holds invariant 13.
+    one = open_storage()
+    one.close()
+    setattr(server.model, name, "fp8_e5m2")
+    assert space_of(open_storage()) != space_of(one)
+
+
+def test_the_content_of_the_weights_is_the_identity_if_nothing_is_said(
+    open_storage: Open, server: SimpleNamespace, tmp_path: Path
+) -> None:
+    # Holds invariant 13.
+    server.model.model_path = str(tmp_path / "model")
+    spaces = []
+    for content in (b"one", b"two", b"one"):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "model.safetensors").write_bytes(content)
+        storage = open_storage(say=False)
+        spaces.append(space_of(storage))
+        storage.close()
+    assert spaces[0] == spaces[2] != spaces[1]
+
+
+def test_ranks_that_hold_the_same_pages_have_one_name_for_them(open_storage: Open) -> None:
+    """Such ranks are those of tensor parallelism, if keys and values are compressed in one (MLA)."""
+    one = open_storage(Pool(num_parts=1), is_mla_model=True, tp_size=2)
+    two = open_storage(
+        Pool(num_parts=1),
+        {"remote": "valkey://127.0.0.1:1"},
+        is_mla_model=True,
+        tp_rank=1,
+        tp_size=2,
+        is_storage_writer=False,
+    )
+    assert space_of(one) == space_of(two)
+    assert [tier.name for tier in two._pages._tiers.tiers] == ["remote"]  # its disk would stay empty
+
+
+def test_each_rank_has_a_folder_and_no_other_process_has_the_same(open_storage: Open, tmp_path: Path) -> None:
+    sizes = {"tp_size": 2, "pp_size": 2}
+    for tp, pp, dp in itertools.product(range(2), repeat=3):
+        open_storage(tp_rank=tp, pp_rank=pp, dp_rank=dp, **sizes)
+    assert len({folder.name for folder in (tmp_path / "kv").iterdir()}) == 8
+    with pytest.raises(ConfigError, match="another process|in use|locked"):
+        open_storage(**sizes)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "layer_first": ({"layout": "layer_first"}, {}, {}, "--hicache-mem-layout page_first"),
+    "split heads": ({}, {"tp_lcm_size": 4}, {}, "tp_lcm_size"),
+    "dcp": ({}, {"dcp_size": 2}, {}, "decode context"),
+    "no tier": ({}, {}, {"ssd_dir": None}, "ssd_dir or remote"),
+    "a mistyped option": ({}, {}, {"ssd_dri": "/x"}, "'ssd_dri'"),
+    "mla without a store": ({}, {"is_storage_writer": False}, {}, "needs the option remote"),
+    "a small queue": ({}, {}, {"queue_mib": 0.001}, "queue_mib"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_refused_at_start(open_storage: Open, name: str, tmp_path: Path) -> None:
+    # Holds invariant 26.
+    pool, config, options, said = REFUSED[name]
+    with pytest.raises(ConfigError, match=said) as refused:
+        open_storage(Pool(**pool), options, **config)
+    assert "\n" not in str(refused.value) and str(refused.value).startswith("penstock")
+    assert not (tmp_path / "kv").exists()
+
+
+def test_sizes_and_pools_that_it_cannot_keep_are_refused(open_storage: Open) -> None:
+    # Holds invariant 26.
+    uneven = Pool()
+    meta = uneven.get_page_buffer_meta
+    uneven.get_page_buffer_meta = lambda indices: (meta(indices)[0], [PART, PART // 2])  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="different sizes"):
+        open_storage(uneven)
+    storage = open_storage()
+    with pytest.raises(ConfigError, match="a pool mamba"):
+        storage.register_mem_host_pool_v2(Pool(), "mamba")
+
+
+def test_adapters_and_unknown_weights_are_refused(open_storage: Open, server: SimpleNamespace) -> None:
+    # Holds invariant 26: SGLang tells neither what an adapter holds, nor what the weights are.
+    with pytest.raises(ConfigError, match="weights_id.*finds no files"):
+        open_storage(say=False)
+    server.lora.lora_paths = ["a=/b"]
+    with pytest.raises(ConfigError, match="trust_adapters"):
+        open_storage()
+    open_storage(options={"trust_adapters": True}).close()
+    server.model = None
+    with pytest.raises(ConfigError, match="weights_id.*finds no server"):
+        open_storage(say=False)
+    open_storage()
+
+
+def test_its_methods_take_what_those_of_sglang_take(open_storage: Open) -> None:
+    """`make plugins` compares the recorded signatures with the installed SGLang."""
+    from penstock.plugins.sglang import PenstockStorage
+
+    own = {name: one for name, one in vars(PenstockStorage).items() if name in HICACHE["methods"]}
+    assert {"batch_get_v1", "batch_set_v1", "batch_exists", "get", "set", "exists", "clear"} <= own.keys()
+    for name, method in own.items():
+        assert list(inspect.signature(method).parameters)[1:] == HICACHE["methods"][name]
