@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ class Pool:
             setattr(self, name, value)
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        starts = [index // PAGE * PART for index in indices.tolist()[::PAGE]]
+        assert len(indices) % self.page_size == 0
+        starts = [index // PAGE * PART for index in indices.tolist()[:: self.page_size]]
         found = [ctypes.addressof(memory) + start for start in starts for memory in self.memory]
         return found, [PART] * len(found)
 
@@ -143,7 +145,22 @@ def test_pages_go_to_the_disk_and_come_back_to_other_places(open_storage: Open) 
 def test_an_answer_of_other_indices_than_the_pages_have_is_no(open_storage: Open) -> None:
     storage = open_storage()
     write(storage)
-    assert storage.batch_get_v1(NAMES, pages(1)) == [False] * 4 == storage.batch_set_v1(NAMES, pages(1))
+    for indices in (pages(1), Indices(pages(0, 1, 2, 3)[1:])):
+        assert storage.batch_get_v1(NAMES, indices) == [False] * 4 == storage.batch_set_v1(NAMES, indices)
+
+
+def test_pages_are_written_with_their_place_in_the_prompt(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eviction forgets the end of a prompt first."""
+    storage, depths = open_storage(), []
+    tiers = storage._pages._tiers
+    write_ = tiers.write
+    monkeypatch.setattr(
+        tiers, "write", lambda *args, **named: (depths.extend(named["depths"]), write_(*args, **named))
+    )
+    storage.batch_set_v1(NAMES[:2], pages(0, 1), SimpleNamespace(prefix_keys=["a", "b", "c"]))
+    assert depths == [3, 3, 4, 4]
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -155,11 +172,8 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "page size": ({"page_size": PAGE * 2}, {}, {}),
     "parts": ({"num_parts": 1}, {}, {}),
     "layers": ({"start_layer": 8, "end_layer": 15}, {}, {}),
-    "tp rank": ({}, {"tp_rank": 1, "tp_size": 2}, {}),
     "tp size": ({}, {"tp_size": 2}, {}),
-    "pp rank": ({}, {"pp_rank": 1, "pp_size": 2}, {}),
     "pp size": ({}, {"pp_size": 2}, {}),
-    "cp rank": ({}, {"attn_cp_rank": 1, "attn_cp_size": 2}, {}),
     "cp size": ({}, {"attn_cp_size": 2}, {}),
 }
 
@@ -178,6 +192,22 @@ def test_servers_that_differ_never_read_each_others_pages(open_storage: Open, na
     one.close()
     other = open_storage(Pool(**pool), options, **config)
     assert other.batch_exists(NAMES) == 0 and space_of(other) != space_of(one)
+
+
+@pytest.mark.parametrize("kind", ["tp", "pp", "attn_cp"])
+def test_ranks_never_read_each_others_pages(open_storage: Open, kind: str, tmp_path: Path) -> None:
+    # Holds invariant 13: also if one of them is given the folder of another.
+    one = open_storage(**{f"{kind}_size": 2})
+    write(one)
+    one.close()
+    [folder] = (tmp_path / "kv").iterdir()
+    other = open_storage(**{f"{kind}_size": 2, f"{kind}_rank": 1})
+    assert space_of(other) != space_of(one)
+    other.close()
+    [there] = set((tmp_path / "kv").iterdir()) - {folder}
+    shutil.rmtree(there)
+    folder.rename(there)
+    assert open_storage(**{f"{kind}_size": 2, f"{kind}_rank": 1}).batch_exists(NAMES) == 0
 
 
 @pytest.mark.parametrize("name", ["kv_cache_dtype", "dtype", "quantization", "json_model_override_args"])
@@ -259,12 +289,23 @@ def test_sizes_and_pools_that_it_cannot_keep_are_refused(open_storage: Open) -> 
     with pytest.raises(ConfigError, match="different sizes"):
         open_storage(uneven)
     storage = open_storage()
-    with pytest.raises(ConfigError, match="a pool mamba"):
-        storage.register_mem_host_pool_v2(Pool(), "mamba")
+    for pool, name in ((storage.mem_pool_host, "mamba"), (Pool(), "kv")):
+        with pytest.raises(ConfigError, match=f"a pool {name}"):
+            storage.register_mem_host_pool_v2(pool, name)
 
 
-def test_adapters_and_unknown_weights_are_refused(open_storage: Open, server: SimpleNamespace) -> None:
+def test_adapters_and_unknown_weights_are_refused(
+    open_storage: Open, server: SimpleNamespace, tmp_path: Path
+) -> None:
     # Holds invariant 26: SGLang tells neither what an adapter holds, nor what the weights are.
+    with pytest.raises(ConfigError, match="weights_id.*finds no files"):
+        open_storage(say=False)
+    server.model.model_path = str(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    open_storage(say=False).close()
+    with pytest.raises(ConfigError, match="weights_id.*draft"):
+        open_storage(Pool(target_layer_num=7), say=False)
+    server.model.load_format = "dummy"
     with pytest.raises(ConfigError, match="weights_id.*finds no files"):
         open_storage(say=False)
     server.lora.lora_paths = ["a=/b"]
