@@ -18,13 +18,16 @@ _OPERATORS = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _OPERATORS.define(f"{_name}(Tensor x) -> Tensor")
 
-from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
     KVBufferLayout,
     KVBuffers,
     MHABufferInfo,
     MLABufferInfo,
 )
+from sglang.srt.mem_cache.hicache_storage import PoolName  # noqa: E402
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: E402
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
@@ -89,9 +92,17 @@ class Server:
             device="cpu", layer_num=LAYERS, register_layer_transfer_counter=lambda counter: None
         )
         allocator = SimpleNamespace(get_kvcache=lambda: device)
-        self.controller = HiCacheController(allocator, pool, PAGE, None, threading.Event(), io_backend="kernel")
+        entry = PoolEntry(PoolName.KV, pool, device, lambda layer: layer, is_primary_index_anchor=True)
+        group = HostPoolGroup([entry])
+        self.controller = HybridCacheController(
+            allocator, group, PAGE, None, threading.Event(), io_backend="kernel"
+        )
         self.controller.attach_storage_backend(
-            "dynamic", prefetch_threshold=1, model_name="m", storage_backend_extra_config=BACKEND | options
+            "dynamic",
+            prefetch_threshold=1,
+            model_name="m",
+            storage_backend_extra_config=BACKEND | options,
+            host_pools=group.entries,
         )
         self._requests = itertools.count()
 
@@ -117,7 +128,7 @@ class Server:
 
     def fetch(self, tokens: list[int]) -> int:
         """Prefetch a prompt. Returns how many tokens came; each is checked."""
-        operation = self.controller.prefetch(str(next(self._requests)), tokens)
+        operation = self.controller.prefetch(CacheRequestHandle(str(next(self._requests)), 0), tokens)
         assert self.controller.prefetch_hit_queue.get(timeout=SOON_S) is operation
         if operation.storage_hit_count == 0:
             return 0
@@ -128,7 +139,7 @@ class Server:
             ack = self.controller.ack_prefetch_queue.get(timeout=SOON_S)
             if ack.completed_req:
                 break
-            came = ack.completed_tokens
+            came = came if ack.completed_tokens is None else ack.completed_tokens
         for start in range(0, came, PAGE):
             expected = self.kv_of(tokens[: start + PAGE])
             assert torch.equal(self.page(int(indices[start])), expected), "wrong KV served"

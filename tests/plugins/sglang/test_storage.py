@@ -88,8 +88,9 @@ def test_more_pages_than_one_batch_of_sglang_come_back(start: Start, tmp_path: P
     assert server.back_up(prompt) == len(prompt) == server.fetch(prompt)
 
 
+@pytest.mark.parametrize("interface", [1, 0], ids=["zero-copy", "copied"])
 def test_a_damaged_page_ends_the_prefix_and_nothing_is_raised(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, interface: int
 ) -> None:
     # Holds invariant 23.
     server = start(ssd_dir=str(tmp_path / "kv"))
@@ -102,7 +103,7 @@ def test_a_damaged_page_ends_the_prefix_and_nothing_is_raised(
     assert place > 0
     data[place + 5] ^= 1
     segment.write_bytes(data)
-    again = start(ssd_dir=str(tmp_path / "kv"))
+    again = start(ssd_dir=str(tmp_path / "kv"), interface_v1=interface)
     wait_scanned(again)
     assert again.fetch(PROMPT) == 29 * PAGE
     assert "Traceback" not in caplog.text
