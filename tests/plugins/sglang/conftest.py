@@ -1,5 +1,5 @@
-"""SGLang's own classes on a CPU: a controller with its threads over host memory with real layouts. Only its device
-pool stands in for one, since pages move between host memory and storage alone."""
+"""SGLang's own classes on a CPU: a controller with its threads over host memory with real layouts. Only its
+device pool stands in for one, since pages move between host memory and storage alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-# torchvision's own operators need the torch that it was built for; transformers only looks whether it is there
+# torchvision's operators need the torch that it was built for; here it must only be importable
 _OPERATORS = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _OPERATORS.define(f"{_name}(Tensor x) -> Tensor")

@@ -1,5 +1,5 @@
-"""Penstock under SGLang's HiCache: its factory, its controller with real threads, its host memory, its failure
-injector, and the test that it ships for another backend."""
+"""Penstock under SGLang's HiCache: its factory, its controller with real threads, its host memory, its
+failure injector, and the test that it ships for another backend."""
 
 from __future__ import annotations
 
