@@ -83,6 +83,7 @@ def _modules(version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         "OffloadingGaugeMetadata": _dataclass("OffloadingGaugeMetadata", ["documentation", "labelnames"]),
     }
     if record["media"]:
+        base["OffloadingEvent"] = _dataclass("OffloadingEvent", ["keys", "medium", "removed", "locality"])
         base["Medium"] = enum.Enum("Medium", record["media"])
     name, fields = record["job"]
     tiering = {

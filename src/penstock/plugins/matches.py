@@ -46,6 +46,7 @@ class Matches:
         self._patience_s = patience_s
         self._asked: OrderedDict[Hashable, _OfRequest] = OrderedDict()
         self._unsent: dict[Hashable, None] = {}  # owners
+        self._waiting: dict[Hashable, None] = {}  # owners
         self._num_keys = 0
 
     def find(self, key: bytes, owner: Hashable, chain: Hashable) -> Presence:
@@ -62,7 +63,6 @@ class Matches:
 
     def _find_shared(self, tier: ColdTier, key: bytes, owner: Hashable, chain: Hashable) -> Presence:
         asked = self._of(owner)
-        asked.take_in()
         if key in asked.answers:
             answer = asked.answers[key]
             return Presence.PENDING if answer is None else Presence.HIT if answer else Presence.MISS
@@ -84,6 +84,16 @@ class Matches:
             for keys in asked.unsent.values():
                 asked.waiting.append((shared.find(keys, self._patience_s), keys))
             asked.unsent = {}
+            self._waiting[owner] = None
+
+    def take_in(self) -> None:
+        """Answers that have come since the last call."""
+        for owner in list(self._waiting):
+            asked = self._asked.get(owner)
+            if asked is not None:
+                asked.take_in()
+            if asked is None or not asked.waiting:
+                del self._waiting[owner]
 
     def give_up(self, owner: Hashable, keys: Iterable[bytes]) -> None:
         """They could not be read: `owner` must not try again for ever."""

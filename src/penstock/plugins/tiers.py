@@ -23,6 +23,7 @@ from penstock.kv.tiers.cold import ColdLimits, ColdTier, Writing, cpu_lanes
 from penstock.kv.tiers.remote import FLAG, open_store
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, PinningStore, Space
+from penstock.observe import PoolObserver
 from penstock.plugins.matches import Matches, Presence
 from penstock.plugins.options import TierOptions
 
@@ -87,8 +88,8 @@ class HostedTiers:
     # ------------------------------------------------------------------------------------------------- asking
 
     def find(self, key: bytes, owner: Hashable, chain: Hashable = None) -> Presence:
-        """Whether a tier has the block. PENDING: `ask` sends the question, or a shared store has not answered
-        it; ask again later. `owner` is a request: its answers do not change until `release`. Keys of one
+        """Whether a tier has the block. PENDING: `ask` sends the question, and `settle` takes in a shared
+        store's answer. `owner` is a request: its answers do not change until `release`. Keys of one
         `chain` asked between two `ask` are a prefix: if one is missing, so are those after it."""
         with self._changed:
             return self._matches.find(key, owner, chain)
@@ -260,6 +261,7 @@ class HostedTiers:
         for number, tier in enumerate(self.tiers):
             for writing in tier.settle():
                 self._end_write(number, writing)
+        self._matches.take_in()
         for job in list(self._jobs.values()):
             if job.reads:
                 self._advance_reads(job)
@@ -316,9 +318,11 @@ def _until(deadline_s: float) -> float:
     return max(0.0, deadline_s - time.monotonic())
 
 
-def open_tiers(options: TierOptions, space: Space, view: View) -> HostedTiers:
-    """The tiers that `options` name, under the slots that `view` shows. Raises ConfigError; then nothing is
-    open."""
+def open_tiers(
+    options: TierOptions, space: Space, view: View, observer: PoolObserver | None = None
+) -> HostedTiers:
+    """The tiers that `options` name, under the slots that `view` shows. `observer`: of blocks on the disk.
+    Raises ConfigError; then nothing is open."""
     limits = ColdLimits(queue_bytes=int(options.queue_mib * (1 << 20)))
     # not before a call is overdue
     shared = replace(limits, stuck_s=max(limits.stuck_s, _STUCK * options.remote_timeout_s))
@@ -326,7 +330,7 @@ def open_tiers(options: TierOptions, space: Space, view: View) -> HostedTiers:
     with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
         if options.ssd_dir is not None:
             num_bytes = int(options.ssd_gib * GIB)
-            stores.append(open_ssd(options.ssd_dir, num_bytes, space, options.eviction))
+            stores.append(open_ssd(options.ssd_dir, num_bytes, space, options.eviction, None, observer))
             undo.callback(stores[-1].close)
         if options.remote is not None:
             try:

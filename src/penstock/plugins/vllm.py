@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.kv.tiers.store import Space
+from penstock.plugins.events import DiskChanges
 from penstock.plugins.matches import Presence
 from penstock.plugins.options import TierOptions
 from penstock.plugins.tiers import Finished, key_of, open_tiers
@@ -99,10 +100,14 @@ class PenstockTier(tiering.SecondaryTierManager):
         facts = facts_of(
             config, offloading_spec.extra_config, version_of_vllm(), device_name(), given.weights_id
         )
+        has_events = self.medium is not None and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._changes = DiskChanges() if has_events else None
         self._memory = _Memory(primary_kv_view)
-        self._tiers = open_tiers(given, Space(digest_of(facts), self._memory.slot_bytes), self._memory)
+        space = Space(digest_of(facts), self._memory.slot_bytes)
+        self._tiers = open_tiers(given, space, self._memory, self._changes)
         self._windowed = _windowed_groups(config)
-        self._loads: dict[Hashable, Collection[bytes]] = {}  # keys by job
+        self._loads: dict[Hashable, Collection[bytes]] = {}  # vLLM's keys by job
+        self._stores: dict[Hashable, list[bytes]] = {}  # keys by job, where events are told
         self._epoch = b""  # part of the keys once vLLM's caches were reset
         self._told: dict[tuple[str, ...], float] = {}  # figures of the last report
         self._told_s = 0.0
@@ -132,8 +137,12 @@ class PenstockTier(tiering.SecondaryTierManager):
     # --------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job_metadata: Any) -> None:
-        keys = list(job_metadata.keys)
-        self._tiers.write(job_metadata.job_id, [self._key(key) for key in keys], _slots_of(job_metadata))
+        names = list(job_metadata.keys)
+        keys = [self._key(name) for name in names]
+        if self._changes is not None:
+            self._changes.name(keys, names)
+            self._stores[job_metadata.job_id] = keys
+        self._tiers.write(job_metadata.job_id, keys, _slots_of(job_metadata))
 
     def submit_load(self, job_metadata: Any) -> None:
         keys = self._loads[job_metadata.job_id] = list(job_metadata.keys)
@@ -147,6 +156,8 @@ class PenstockTier(tiering.SecondaryTierManager):
 
     def _result(self, finished: Finished) -> Any:
         loaded = self._loads.pop(finished.job, None)
+        if self._changes is not None:
+            self._changes.written(self._stores.pop(finished.job, ()))
         more: dict[str, Any] = {
             "transfer_time": finished.seconds,
             "transfer_bytes": sum(finished.done) * self._memory.slot_bytes,
@@ -156,6 +167,14 @@ class PenstockTier(tiering.SecondaryTierManager):
         # what this version of vLLM does not ask for is left out: before 0.28 a load is whole or failed
         fields = {name: value for name, value in more.items() if name in _RESULT_FIELDS}
         return tiering.JobResult(job_id=finished.job, success=finished.whole, **fields)
+
+    def take_events(self) -> Iterable[Any]:
+        """What came to the disk and left it. A store that servers share is not told of."""
+        changes = () if self._changes is None else self._changes.take()
+        return [
+            offload.OffloadingEvent(keys=[name], medium=self.medium, removed=removed)
+            for name, removed in changes
+        ]
 
     def drain_jobs(self) -> None:
         """vLLM resets its caches, for example for new weights: earlier blocks are not found any more."""

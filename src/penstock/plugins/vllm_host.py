@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ def register() -> None:
     with contextlib.suppress(ImportError):
         tiers = importlib.import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
         connectors = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
-        if TIER not in tiers._registry:
+        with contextlib.suppress(ValueError):  # it is registered already
             tiers.register_tier(TIER, _MODULE, TIER)
         _remember_configs(connectors.KVConnectorFactory)
 
@@ -56,17 +57,35 @@ def _remember_configs(factory: Any) -> None:
     if getattr(create, _MARK, False):
         return
 
+    signature = inspect.signature(create)
+
     @functools.wraps(create)
-    def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
-        with configured(Configured(config, kv_cache_config)):
-            return create(config=config, role=role, kv_cache_config=kv_cache_config)
+    def create_connector(*given: Any, **named: Any) -> Any:
+        found = signature.bind(*given, **named).arguments
+        config = Configured(found.get("config"), found.get("kv_cache_config"))
+        _check_used(config.vllm)
+        is_known = config.vllm is not None and config.kv_cache is not None
+        with configured(config if is_known else None):
+            return create(*given, **named)
 
     setattr(create_connector, _MARK, True)
     factory.create_connector = create_connector
 
 
+def _check_used(config: Any) -> None:
+    """Raises ConfigError if vLLM would ignore Penstock's tier: its default reads no `secondary_tiers`."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    extra: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config
+    is_named = any(tier.get("type") == TIER for tier in extra.get("secondary_tiers", ()))
+    if is_named and extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
+        raise ConfigError(
+            "penstock: in kv_connector_extra_config spec_name must be TieringOffloadingSpec: vLLM ignores "
+            "secondary_tiers otherwise"
+        )
+
+
 @contextlib.contextmanager
-def configured(config: Configured) -> Iterator[None]:
+def configured(config: Configured | None) -> Iterator[None]:
     """Tiers made inside belong to this configuration."""
     token = _configured.set(config)
     try:

@@ -70,6 +70,7 @@ class Engine:
         while Presence.PENDING in (matches := [self.tiers.find(key, owner, "prompt") for key in keys]):
             assert time.monotonic() < until
             self.tiers.ask()
+            self.tiers.settle()
         self.tiers.release(owner)
         return matches
 

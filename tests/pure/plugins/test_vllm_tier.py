@@ -14,7 +14,7 @@ import pytest
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.plugins import tiers, vllm_host
 from penstock.testing.stores import MemoryStore
-from tests.pure.plugins.vllm_rig import SOON_S, VllmRig, request, vllm_key
+from tests.pure.plugins.vllm_rig import SLOT_BYTES, SOON_S, VllmRig, request, vllm_key
 from tests.support.fake_vllm import NEWEST, OLDEST, RECORDS, SlidingWindowSpec, config_of, fake_vllm
 
 KEYS = [vllm_key(number) for number in range(12)]
@@ -107,10 +107,45 @@ def test_a_tier_learns_the_configuration_of_the_connector_that_makes_it(plugin: 
     KVConnectorFactory.made = staticmethod(vllm_host.current_config)
     vllm_host.register()
     vllm_host.register()
-    made = KVConnectorFactory.create_connector(config="config", role=None, kv_cache_config="kv")
-    assert made == ("config", "kv")
+    config = offloading({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "PenstockTier"}]})
+    made = KVConnectorFactory.create_connector(config=config, role=None, kv_cache_config="kv")
+    assert made == (config, "kv")
     with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
         vllm_host.current_config()
+
+
+@pytest.mark.parametrize(
+    ("extra", "refused"),
+    [
+        ({"secondary_tiers": [{"type": "PenstockTier"}]}, True),
+        ({"spec_name": "CPUOffloadingSpec", "secondary_tiers": [{"type": "PenstockTier"}]}, True),
+        ({"secondary_tiers": [{"type": "fs"}]}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_tiers_that_vllm_would_ignore_are_refused(extra: dict[str, Any] | None, refused: bool) -> None:
+    with fake_vllm():
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        KVConnectorFactory.made = staticmethod(lambda: "made")
+        vllm_host.register()
+
+        def make() -> Any:
+            return KVConnectorFactory.create_connector(
+                config=offloading(extra), role=None, kv_cache_config="kv"
+            )
+
+        if not refused:
+            assert make() == "made"
+            return
+        with pytest.raises(ConfigError, match="spec_name must be TieringOffloadingSpec"):
+            make()
+
+
+def offloading(extra: dict[str, Any] | None) -> Any:
+    transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
+    return SimpleNamespace(kv_transfer_config=transfer)
 
 
 # ------------------------------------------------------------------------------------------------------- jobs
@@ -211,7 +246,9 @@ def test_a_shutdown_with_a_call_in_flight_keeps_the_memory_and_says_so(far: Memo
         plugin._CLOSE_S = SOON_S
         far.gate.let()
         rig.tier.shutdown()
-        memoryview(rig.memory).release()
+        rig.view.release()
+        del rig.memory
+        rig.map.close()  # which raises while something sees the memory
 
 
 def test_metrics_have_the_names_that_were_declared(rig: VllmRig) -> None:
@@ -227,6 +264,33 @@ def test_metrics_have_the_names_that_were_declared(rig: VllmRig) -> None:
     assert rig.tier.get_stats() is None  # not in each step
     rig.plugin._STATS_S = 0.0
     assert rig.tier.get_stats().values == {("vllm:penstock_usable", ("ssd",)): 1}  # what has changed since
+
+
+def test_events_tell_what_is_on_the_disk(
+    plugin: ModuleType, version: str, model: Path, tmp_path: Path
+) -> None:
+    """Also what has left it; a store that servers share is nobody's."""
+    size = 40 * SLOT_BYTES / (1 << 30)
+    options = {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": size}
+    rig = VllmRig(plugin, version, model, events=True, **options)
+    there: set[bytes] = set()
+    for first in range(0, 120, 8):
+        keys = [vllm_key(number) for number in range(first, first + 8)]
+        rig.store(keys)
+        for event in rig.tier.take_events():
+            assert event.medium is plugin.offload.Medium.STORAGE
+            assert (set(event.keys) <= there) is event.removed
+            there = there - set(event.keys) if event.removed else there | set(event.keys)
+    found = rig.lookup([vllm_key(number) for number in range(120)])
+    told = {vllm_key(number) for number in range(120) if found[number] is rig.results.HIT}
+    assert there == (told if RECORDS[version]["media"] else set())
+    assert 0 < len(told) < 120
+    rig.tier.shutdown()
+
+
+def test_events_are_not_kept_where_nothing_takes_them(rig: VllmRig) -> None:
+    rig.store(KEYS[:3])
+    assert list(rig.tier.take_events()) == []
 
 
 # --------------------------------------------------------------------------------------------------- refusals

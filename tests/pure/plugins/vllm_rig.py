@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,16 +32,27 @@ def content(key: bytes) -> bytes:
 class VllmRig:
     """One scheduler. `plugin` is the module, imported beside a version of vLLM."""
 
-    def __init__(self, plugin: Any, version: str, model: Path, config: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        plugin: Any,
+        version: str,
+        model: Path,
+        config: Any = None,
+        events: Any = False,
+        **options: Any,
+    ) -> None:
         self.plugin = plugin
-        self.memory = np.zeros((NUM_SLOTS, SLOT_BYTES), np.int8)
+        self.map = mmap.mmap(-1, NUM_SLOTS * SLOT_BYTES)
+        self.memory = np.frombuffer(self.map, np.int8).reshape(NUM_SLOTS, SLOT_BYTES)
+        self.view = memoryview(self.memory)
         self.record = RECORDS[version]
         self.config = config or config_of(model, version)
         self.results = plugin.offload.LookupResult
+        events = SimpleNamespace(enable_kv_cache_events=events)
         with configured(Configured(*self.config)):
             self.tier = plugin.PenstockTier(
-                offloading_spec=SimpleNamespace(extra_config={"block_size": 16}),
-                primary_kv_view=memoryview(self.memory),
+                offloading_spec=SimpleNamespace(extra_config={"block_size": 16}, kv_events_config=events),
+                primary_kv_view=self.view,
                 tier_type="PenstockTier",
                 **options,
             )
