@@ -1,5 +1,5 @@
 """Penstock's disk and shared store under SGLang's HiCache (`--hicache-storage-backend dynamic`). Owns the
-names of SGLang's interface, and which ranks share pages. SGLang's threads for storage call it, and wait."""
+names of SGLang's interface, and which ranks share blocks (its pages). SGLang's storage threads wait in it."""
 
 from __future__ import annotations
 
@@ -10,42 +10,56 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.runtime_context import get_context
 
 from penstock.errors import ConfigError
 from penstock.plugins.options import TierOptions
-from penstock.plugins.pages import PageFormat, Pages, memory_at
+from penstock.plugins.parted import BlockFormat, PartedBlocks, memory_at
 from penstock.plugins.tiers import open_tiers
 from penstock.plugins.weights import weights_digest
 
-LAYOUTS = ("page_first", "page_first_direct", "page_head")  # a page's parts are contiguous
+LAYOUTS = ("page_first", "page_first_direct", "page_head")  # a block's parts are contiguous
 _OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's part of the options
 _KV = "kv"  # the only pool that is kept
-# of a server, which change KV
-_SETTINGS = ("kv_cache_dtype", "dtype", "quantization", "quantization_param_path", "json_model_override_args")
+# of a server, which change KV or how it lies
+_SETTINGS = (
+    "attention_backend",
+    "context_length",
+    "decode_attention_backend",
+    "dtype",
+    "json_model_override_args",
+    "kv_cache_dtype",
+    "prefill_attention_backend",
+    "quantization",
+    "quantization_param_path",
+)
 _CLOSE_S = 30.0
 
 
 class PenstockStorage(HiCacheStorage):
-    """One per rank. A page that is missing, damaged or late is False or None; nothing is raised but at start,
-    and by `clear` and `close`."""
+    """One per rank. A block that is missing or damaged is False or None. Only the start, `clear` and `close`
+    raise."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         given = {name: value for name, value in storage_config.extra_config.items() if name not in _OWN}
         self._options = _options_of_rank(TierOptions.of(given), storage_config)
         self._config = storage_config
-        self._pages: Pages | None = None
+        self._blocks: PartedBlocks | None = None
 
     # ------------------------------------------------------------------------------------------------- pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens the tiers: only now the size of a page is known. Raises ConfigError."""
+        """Opens the tiers: only now the size of a block is known. Raises ConfigError."""
         self.close()
         options = self._options
         format = _format_of(mem_pool_host, self._config, options)
         queue_bytes = int(options.queue_mib * (1 << 20))
-        _need(queue_bytes >= format.page_bytes, "needs a queue_mib that holds one page")
-        self._pages = Pages(format, partial(open_tiers, options), options.remote_timeout_s, queue_bytes)
+        _need(queue_bytes >= format.block_bytes, "needs a queue_mib that holds one page of SGLang")
+        self._blocks = PartedBlocks(
+            format, partial(open_tiers, options), options.remote_timeout_s, queue_bytes
+        )
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -71,7 +85,7 @@ class PenstockStorage(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    # ------------------------------------------------------------------------------- pages in tensors, copied
+    # ------------------------------------------------------------------------------ blocks in tensors, copied
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
@@ -81,8 +95,8 @@ class PenstockStorage(HiCacheStorage):
         return [target if there else None for target, there in zip(targets, done, strict=True)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        (page,) = self.batch_get([key], [target_location])
-        return page
+        (block,) = self.batch_get([key], [target_location])
+        return block
 
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
@@ -96,31 +110,31 @@ class PenstockStorage(HiCacheStorage):
     # --------------------------------------------------------------------------------------------------- end
 
     def clear(self) -> None:
-        """Raises StoreFailed: SGLang must not take the pages for forgotten."""
+        """Raises StoreFailed: SGLang must not take the blocks for forgotten."""
         self._open.clear()
 
     def close(self) -> None:
-        if self._pages is not None:
-            self._pages.close(_CLOSE_S)
+        if self._blocks is not None:
+            self._blocks.close(_CLOSE_S)
 
     # ----------------------------------------------------------------------------------------------- private
 
     @property
-    def _open(self) -> Pages:
-        if self._pages is None:
+    def _open(self) -> PartedBlocks:
+        if self._blocks is None:
             raise ConfigError("penstock: no host pool is registered")
-        return self._pages
+        return self._blocks
 
     def _parts(self, keys: Sequence[str], host_indices: Any) -> list[memoryview]:
-        """Empty, which no call takes, if they are not those of as many pages."""
+        """Empty, which no call takes, if they are not those of as many blocks."""
         if len(host_indices) != len(keys) * self.mem_pool_host.page_size:
             return []
         return _views(self.mem_pool_host, host_indices)
 
-    def _parts_of(self, page: Any) -> list[memoryview]:
-        if not page.is_contiguous() or str(page.device) != "cpu":
+    def _parts_of(self, block: Any) -> list[memoryview]:
+        if not block.is_contiguous() or str(block.device) != "cpu":
             return []
-        return self._open.cut(memory_at(page.data_ptr(), page.numel() * page.element_size()))
+        return self._open.cut(memory_at(block.data_ptr(), block.numel() * block.element_size()))
 
 
 def _views(pool: Any, indices: Any) -> list[memoryview]:
@@ -134,8 +148,8 @@ def _options_of_rank(options: TierOptions, config: Any) -> TierOptions:
     _need(config.dcp_size == 1, "does not know decode context parallelism")
     if options.ssd_dir is None:
         return options
-    if not config.is_storage_writer:  # another rank writes the pages that this one reads
-        _need(options.remote is not None, "needs the option remote: ranks share the pages of this model")
+    if not config.is_storage_writer:  # another rank writes the blocks that this one reads
+        _need(options.remote is not None, "needs the option remote: ranks share the KV of this model")
         return replace(options, ssd_dir=None)
     names = [f"{kind}{rank}" for kind, (rank, _) in _ranks(config).items()]
     return replace(options, ssd_dir=str(Path(options.ssd_dir) / "-".join([*names, f"dp{config.dp_rank}"])))
@@ -149,7 +163,7 @@ def _ranks(config: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _format_of(pool: Any, config: Any, options: TierOptions) -> PageFormat:
+def _format_of(pool: Any, config: Any, options: TierOptions) -> BlockFormat:
     _need(
         pool.layout in LAYOUTS, f"needs --hicache-mem-layout {' or '.join(LAYOUTS)}, and it is {pool.layout}"
     )
@@ -159,15 +173,15 @@ def _format_of(pool: Any, config: Any, options: TierOptions) -> PageFormat:
     has_draft = getattr(pool, "layer_num", None) != getattr(pool, "target_layer_num", None)
     weights, settings = _identity(options, has_draft)
     ranks = _ranks(config)
-    if config.is_mla_model:  # all tensor-parallel ranks have the same pages
+    if config.is_mla_model:  # all tensor-parallel ranks have the same blocks
         del ranks["tp"]
-    return PageFormat(
+    return BlockFormat(
         engine="sglang",
         weights=weights,
         model=config.model_name or "",
         dtype=str(pool.dtype),
         layout=pool.layout,
-        page_tokens=pool.page_size,
+        block_tokens=pool.page_size,
         num_parts=len(first),
         part_bytes=sizes.pop(),
         layers=(pool.start_layer, pool.end_layer),
@@ -180,22 +194,21 @@ def _identity(options: TierOptions, has_draft: bool) -> tuple[str, dict[str, str
     """The weights, and the server's settings that change KV. Raises ConfigError."""
     said = options.weights_id
     hint = "needs the option weights_id, a text that is the same only for the same weights: it"
+    settings = {"sglang": sglang.__version__}
     try:
-        from sglang.srt.runtime_context import get_lora, get_model
-
-        model, lora = get_model(), get_lora()
+        server = get_context().resolved_server_args_dict()
     except ValueError:  # no server has made this backend
         _need(said is not None, f"{hint} finds no server")
-        return f"said {said}", {}
+        return f"said {said}", settings
     _need(
-        options.trust_adapters or not (lora.enable_lora or lora.lora_paths),
+        options.trust_adapters or not (server["enable_lora"] or server["lora_paths"]),
         "needs trust_adapters: SGLang knows an adapter by its name and path, and not by its content",
     )
-    settings = {name: str(getattr(model, name, "")) for name in _SETTINGS}
+    settings |= {name: str(server[name]) for name in _SETTINGS}
     if said is not None:
         return f"said {said}", settings
-    path = Path(model.model_path)
-    _need(path.exists() and model.load_format != "dummy", f"{hint} finds no files at {path}")
+    path = Path(server["model_path"])
+    _need(path.exists() and server["load_format"] != "dummy", f"{hint} finds no files at {path}")
     _need(not has_draft, f"{hint} keeps layers of a draft model, too")
     return weights_digest(path), settings
 

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageFailureInjector,
 )
 from sglang.srt.mem_cache.storage.mooncake_store import test_mooncake_store as shipped
+from sglang.srt.runtime_context import get_context
 
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.store import SsdStore
@@ -38,7 +39,7 @@ LAYOUTS = [
 
 
 def wait_scanned(server: Server) -> None:
-    for tier in server.backend._pages._tiers.tiers:
+    for tier in server.backend._blocks._tiers.tiers:
         if isinstance(tier.calls.store, SsdStore):
             assert tier.calls.store.wait_scanned(SOON_S)
 
@@ -50,7 +51,9 @@ def test_the_recorded_interface_is_the_installed_one() -> None:
         if inspect.isfunction(one)
     }
     fields = [field.name for field in dataclasses.fields(HiCacheStorageConfig)]
+    settings = get_context().resolved_server_args_dict()
     assert {
+        "settings": [name for name in RECORDED["settings"] if name in settings],
         "version": version("sglang"),
         "methods": methods,
         "config": sorted([*fields, "is_storage_writer"]),
@@ -202,7 +205,7 @@ def test_the_batch_test_that_sglang_ships_for_mooncake_passes(
     monkeypatch.setattr(shipped, "MooncakeStore", Store)
     config = shipped.make_hicache_storage_config(is_mla_model=is_mla, tp_rank=rank, tp_size=size)
     shipped.test_batch_operation(config)
-    assert opened[0]._pages.traffic().bytes["remote", "host"] > 0
+    assert opened[0]._blocks.traffic().bytes["remote", "host"] > 0
     opened[0].close()
 
 

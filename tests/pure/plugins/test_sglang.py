@@ -38,9 +38,9 @@ class Pool:
     layout, page_size, dtype, start_layer, end_layer = "page_first", PAGE, "torch.bfloat16", 0, 7
     layer_num = target_layer_num = 8
 
-    def __init__(self, num_pages: int = 16, num_parts: int = 2, **more: Any) -> None:
+    def __init__(self, num_blocks: int = 16, num_parts: int = 2, **more: Any) -> None:
         self.num_parts = num_parts
-        self.memory = [(ctypes.c_ubyte * (num_pages * PART))() for _ in range(num_parts)]
+        self.memory = [(ctypes.c_ubyte * (num_blocks * PART))() for _ in range(num_parts)]
         for name, value in more.items():
             setattr(self, name, value)
 
@@ -62,28 +62,25 @@ def pages(*numbers: int) -> Indices:
     return Indices(index for number in numbers for index in range(number * PAGE, (number + 1) * PAGE))
 
 
-class Model(SimpleNamespace):
-    model_path, load_format = "/nowhere", "auto"
-    kv_cache_dtype, dtype, quantization, quantization_param_path = "auto", "auto", None, None
-    json_model_override_args = "{}"
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the published settings of a server are; None: nothing is published."""
-    found = SimpleNamespace(model=Model(), lora=SimpleNamespace(enable_lora=None, lora_paths=None))
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The published settings of a server; empty: there is none."""
     names = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage")
     for name in (*names, "sglang.srt.runtime_context"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    found: dict[str, Any] = dict.fromkeys(HICACHE["settings"])
+    found |= {"model_path": "/nowhere", "load_format": "auto", "kv_cache_dtype": "auto"}
 
-    def get(name: str) -> Any:
-        if getattr(found, name) is None:
+    def published() -> dict[str, Any]:
+        if not found:
             raise ValueError("not published")
-        return getattr(found, name)
+        return found
 
-    sys.modules[names[-1]].HiCacheStorage = type("HiCacheStorage", (), {})  # type: ignore[attr-defined]
-    context = sys.modules["sglang.srt.runtime_context"]
-    context.get_model, context.get_lora = lambda: get("model"), lambda: get("lora")  # type: ignore[attr-defined]
+    stand_ins: dict[str, Any] = sys.modules  # type: ignore[assignment]
+    stand_ins["sglang"].__version__ = "0"
+    stand_ins[names[-1]].HiCacheStorage = type("HiCacheStorage", (), {})
+    context = SimpleNamespace(resolved_server_args_dict=published)
+    stand_ins["sglang.srt.runtime_context"].get_context = lambda: context
     monkeypatch.delitem(sys.modules, "penstock.plugins.sglang", raising=False)
     yield found
     sys.modules.pop("penstock.plugins.sglang", None)
@@ -93,7 +90,7 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def open_storage(server: SimpleNamespace, tmp_path: Path) -> Iterator[Open]:
+def open_storage(server: dict[str, Any], tmp_path: Path) -> Iterator[Open]:
     from penstock.plugins.sglang import PenstockStorage
 
     opened: list[Any] = []
@@ -112,7 +109,7 @@ def open_storage(server: SimpleNamespace, tmp_path: Path) -> Iterator[Open]:
         pool = pool or Pool()
         storage.register_mem_pool_host(pool)
         storage.register_mem_host_pool_v2(pool, "kv")
-        for tier in storage._pages._tiers.tiers:
+        for tier in storage._blocks._tiers.tiers:
             assert not isinstance(store := tier.calls.store, SsdStore) or store.wait_scanned(SOON_S)
         return storage
 
@@ -154,7 +151,7 @@ def test_pages_are_written_with_their_place_in_the_prompt(
 ) -> None:
     """Eviction forgets the end of a prompt first."""
     storage, depths = open_storage(), []
-    tiers = storage._pages._tiers
+    tiers = storage._blocks._tiers
     write_ = tiers.write
     monkeypatch.setattr(
         tiers, "write", lambda *args, **named: (depths.extend(named["depths"]), write_(*args, **named))
@@ -178,13 +175,17 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# of the settings that it reads: those that say which weights and adapters there are
+NOT_KV = {"model_path", "load_format", "enable_lora", "lora_paths"}
+
+
 def space_of(storage: Any) -> bytes:
-    digest: bytes = storage._pages._format.space().digest
+    digest: bytes = storage._blocks._format.space().digest
     return digest
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_servers_that_differ_never_read_each_others_pages(
+def test_servers_that_differ_never_read_each_others_blocks(
     open_storage: Open, name: str, tmp_path: Path
 ) -> None:
     """Holds invariant 13: in one directory, whatever the folders of ranks are."""
@@ -197,7 +198,7 @@ def test_servers_that_differ_never_read_each_others_pages(
 
 
 @pytest.mark.parametrize("kind", ["tp", "pp", "attn_cp"])
-def test_ranks_never_read_each_others_pages(open_storage: Open, kind: str, tmp_path: Path) -> None:
+def test_ranks_never_read_each_others_blocks(open_storage: Open, kind: str, tmp_path: Path) -> None:
     # Holds invariant 13: also if one of them is given the folder of another.
     one = open_storage(**{f"{kind}_size": 2})
     write(one)
@@ -212,22 +213,22 @@ def test_ranks_never_read_each_others_pages(open_storage: Open, kind: str, tmp_p
     assert open_storage(**{f"{kind}_size": 2, f"{kind}_rank": 1}).batch_exists(NAMES) == 0
 
 
-@pytest.mark.parametrize("name", ["kv_cache_dtype", "dtype", "quantization", "json_model_override_args"])
-def test_settings_of_a_server_that_change_kv_make_other_pages(
-    open_storage: Open, server: SimpleNamespace, name: str
+@pytest.mark.parametrize("name", sorted(set(HICACHE["settings"]) - NOT_KV))
+def test_settings_of_a_server_that_change_kv_make_other_blocks(
+    open_storage: Open, server: dict[str, Any], name: str
 ) -> None:
     # Holds invariant 13.
     one = open_storage()
     one.close()
-    setattr(server.model, name, "fp8_e5m2")
+    server[name] = "another"
     assert space_of(open_storage()) != space_of(one)
 
 
 def test_the_content_of_the_weights_is_the_identity_if_nothing_is_said(
-    open_storage: Open, server: SimpleNamespace, tmp_path: Path
+    open_storage: Open, server: dict[str, Any], tmp_path: Path
 ) -> None:
     # Holds invariant 13.
-    server.model.model_path = str(tmp_path / "model")
+    server["model_path"] = str(tmp_path / "model")
     spaces = []
     for content in (b"one", b"two", b"one"):
         (tmp_path / "model").mkdir(exist_ok=True)
@@ -250,7 +251,7 @@ def test_ranks_that_hold_the_same_pages_have_one_name_for_them(open_storage: Ope
         is_storage_writer=False,
     )
     assert space_of(one) == space_of(two)
-    assert [tier.name for tier in two._pages._tiers.tiers] == ["remote"]  # its disk would stay empty
+    assert [tier.name for tier in two._blocks._tiers.tiers] == ["remote"]  # its disk would stay empty
 
 
 def test_each_rank_has_a_folder_and_no_other_process_has_the_same(open_storage: Open, tmp_path: Path) -> None:
@@ -297,24 +298,24 @@ def test_sizes_and_pools_that_it_cannot_keep_are_refused(open_storage: Open) -> 
 
 
 def test_adapters_and_unknown_weights_are_refused(
-    open_storage: Open, server: SimpleNamespace, tmp_path: Path
+    open_storage: Open, server: dict[str, Any], tmp_path: Path
 ) -> None:
     # Holds invariant 26: SGLang tells neither what an adapter holds, nor what the weights are.
     with pytest.raises(ConfigError, match=r"weights_id.*finds no files"):
         open_storage(say=False)
-    server.model.model_path = str(tmp_path)
+    server["model_path"] = str(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"w")
     open_storage(say=False).close()
     with pytest.raises(ConfigError, match=r"weights_id.*draft"):
         open_storage(Pool(target_layer_num=7), say=False)
-    server.model.load_format = "dummy"
+    server["load_format"] = "dummy"
     with pytest.raises(ConfigError, match=r"weights_id.*finds no files"):
         open_storage(say=False)
-    server.lora.lora_paths = ["a=/b"]
+    server["lora_paths"] = ["a=/b"]
     with pytest.raises(ConfigError, match="trust_adapters"):
         open_storage()
     open_storage(options={"trust_adapters": True}).close()
-    server.model = None
+    server.clear()
     with pytest.raises(ConfigError, match=r"weights_id.*finds no server"):
         open_storage(say=False)
     open_storage()

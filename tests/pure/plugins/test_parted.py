@@ -1,4 +1,4 @@
-"""Pages of another engine: which of them are interchangeable, and how long its memory is lent."""
+"""PartedBlocks of another engine: which of them are interchangeable, and how long its memory is lent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers.cold import ColdLimits, ColdTier, cpu_lanes
 from penstock.kv.tiers.store import Space
-from penstock.plugins import pages as pages_module
-from penstock.plugins.pages import PageFormat, Pages
+from penstock.plugins import parted
+from penstock.plugins.parted import BlockFormat, PartedBlocks
 from penstock.plugins.tiers import HostedTiers
 from penstock.testing.stores import MemoryStore
 from tests.pure.plugins.hosted_rig import SOON_S, LocalStore
 
 PART = 64
-FORMAT = PageFormat("engine", "w1", "m", "bf16", "page_first", 4, 2, PART, (0, 8), {"tp": (0, 2)}, {"s": "1"})
+FORMAT = BlockFormat(
+    "engine", "w1", "m", "bf16", "page_first", 4, 2, PART, (0, 8), {"tp": (0, 2)}, {"s": "1"}
+)
 NAMES = [f"page {number}" for number in range(8)]
 
 
@@ -39,7 +41,7 @@ class Reader:
         self.parts = [view[start : start + PART] for start in range(0, len(view), PART)]
 
 
-def read(pages: Pages, names: list[str]) -> list[bool]:
+def read(pages: PartedBlocks, names: list[str]) -> list[bool]:
     """What is done is also byte for byte what was written."""
     reader = Reader(len(names))
     done = pages.read(names, reader.parts)
@@ -49,21 +51,21 @@ def read(pages: Pages, names: list[str]) -> list[bool]:
     return done
 
 
-Make = Callable[..., Pages]
+Make = Callable[..., PartedBlocks]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    opened: list[tuple[Pages, tuple[MemoryStore, ...]]] = []
+    opened: list[tuple[PartedBlocks, tuple[MemoryStore, ...]]] = []
 
-    def build(*stores: MemoryStore, format: PageFormat = FORMAT, **limits: Any) -> Pages:
+    def build(*stores: MemoryStore, format: BlockFormat = FORMAT, **limits: Any) -> PartedBlocks:
         def tiers(space: Space, view: Callable[[int], memoryview]) -> HostedTiers:
             limit = ColdLimits(group_bytes=4 * PART, **limits)
             return HostedTiers(
                 [ColdTier(store, cpu_lanes(store), view, ("host", 1), limit) for store in stores], SOON_S, 1e9
             )
 
-        opened.append((Pages(format, tiers, SOON_S, 4 * PART), stores))
+        opened.append((PartedBlocks(format, tiers, SOON_S, 4 * PART), stores))
         return opened[-1][0]
 
     yield build
@@ -107,7 +109,7 @@ def test_a_full_tier_says_which_pages_it_took(make: Make, caplog: pytest.LogCapt
         assert pages.write(NAMES[:4], parts_of(NAMES[:4])) == [True, True, False, False]
         assert pages.write(NAMES[4:], parts_of(NAMES[4:])) == [False] * 4
     assert [record.message for record in caplog.records].count(
-        "penstock: some pages were not written; the counters of the tiers say why (told once)"
+        "penstock: some blocks were not written; the counters of the tiers say why (told once)"
     ) == 1
     assert sum(pages.traffic().skipped.values()) > 0
 
@@ -132,7 +134,7 @@ def test_a_call_returns_only_when_the_tier_no_longer_touches_the_memory(
     make: Make, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     # Holds invariant 7: a late store holds the call, since the engine uses the memory again when it returns.
-    monkeypatch.setattr(pages_module, "LATE_S", 0.001)
+    monkeypatch.setattr(parted, "LATE_S", 0.001)
     store = LocalStore()
     pages = make(store)
     pages.write(NAMES[:2], parts_of(NAMES[:2]))
@@ -202,7 +204,7 @@ OTHER = {
     "model": "m2",
     "dtype": "fp8",
     "layout": "page_head",
-    "page_tokens": 8,
+    "block_tokens": 8,
     "num_parts": 1,
     "part_bytes": 128,
     "layers": (0, 9),
@@ -211,7 +213,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PageFormat)])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(BlockFormat)])
 def test_pages_of_another_format_are_never_found(name: str) -> None:
     # Holds invariant 13: each field alone makes another space, and joined fields do not collide.
     other = dataclasses.replace(FORMAT, **{name: OTHER[name]})

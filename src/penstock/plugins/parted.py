@@ -1,6 +1,6 @@
-"""Pages of another engine's host memory in its tiers, for threads that wait. Owns what a page is called,
-which pages are interchangeable, and for how long memory is lent. The engine owns the memory: it may use a
-page again when the call has returned, so no call returns before the tiers have let go of it.
+"""Blocks of another engine that lie in parts, such as keys apart from values; for threads that wait. Owns the
+names of parts, which blocks are interchangeable, and for how long memory is lent. The engine owns the memory
+and may use it again when a call has returned, so no call returns before the tiers have let go of it.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Views = Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class PageFormat:
-    """All that decides what the bytes of a page mean, except its tokens. Pages of different formats are never
-    mixed up."""
+class BlockFormat:
+    """All that decides what the bytes of a block mean, except its tokens. No server reads blocks of another
+    format."""
 
     engine: str
     weights: str
     model: str
     dtype: str
     layout: str
-    page_tokens: int
+    block_tokens: int
     num_parts: int  # keys and values apart, or in one
     part_bytes: int
     layers: tuple[int, int]
-    # by kind ("tp"): this rank and how many there are. Not those that hold the same pages
+    # by kind ("tp"): this rank and how many there are. Not those that hold the same blocks
     ranks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)  # of the engine, which change KV
 
     @property
-    def page_bytes(self) -> int:
+    def block_bytes(self) -> int:
         return self.num_parts * self.part_bytes
 
     def space(self) -> Space:
         fields = {"format": FORMAT, **asdict(self)}
         text = json.dumps(fields, sort_keys=True).encode()
-        scope = Scope(self.weights.encode(), self.dtype, text, self.page_tokens, self.engine)
+        scope = Scope(self.weights.encode(), self.dtype, text, self.block_tokens, self.engine)
         return Space(scope.digest(), self.part_bytes)
 
     def keys(self, names: Sequence[str]) -> list[bytes]:
-        """Of all parts of the pages, page by page."""
+        """Of all parts of the blocks, block by block."""
         return [
             key_of(bytes([part]) + name.encode("utf-8", "surrogatepass"))
             for name in names
@@ -94,23 +94,23 @@ class LentMemory:
         return len(self._views) - 1
 
 
-class Pages:
-    """Pages of one rank. For any thread; no call raises but `clear` and `close`."""
+class PartedBlocks:
+    """Of one rank. For any thread; no call raises but `clear` and `close`."""
 
     def __init__(
         self,
-        format: PageFormat,
+        format: BlockFormat,
         open_tiers: Callable[[Space, View], HostedTiers],
         patience_s: float,
         queue_bytes: int = _WRITE_BYTES,
     ) -> None:
         """`patience_s`: a tier that has not answered by then has nothing. `queue_bytes`: what a tier queues,
-        at least one page."""
+        at least one block."""
         self.memory = LentMemory(format.part_bytes)
         self.num_late = 0
         self._format = format
         self._patience_s = patience_s
-        self._num_at_once = max(1, min(queue_bytes, _WRITE_BYTES) // format.page_bytes)
+        self._num_at_once = max(1, min(queue_bytes, _WRITE_BYTES) // format.block_bytes)
         self._tiers = open_tiers(format.space(), self.memory.view)
         self._jobs = itertools.count()
         self._warned: set[str] = set()
@@ -119,7 +119,7 @@ class Pages:
         return self._tiers.traffic()
 
     def leading(self, names: Sequence[str]) -> int:
-        """How many of the leading pages are there whole."""
+        """How many of the leading blocks are there whole."""
         try:
             num = self._tiers.wait_leading(self._format.keys(names), self._patience_s)
         except Exception:
@@ -128,11 +128,11 @@ class Pages:
         return num // self._format.num_parts
 
     def read(self, names: Sequence[str], parts: Views) -> list[bool]:
-        """Each page into its parts. After False their content is undefined."""
+        """Each block into its parts. After False their content is undefined."""
         return self._move(names, parts, self._tiers.read)
 
     def write(self, names: Sequence[str], parts: Views, depth: int = 0) -> list[bool]:
-        """Whether some tier has the page now. `depth`: pages before the first."""
+        """Whether some tier has the block now. `depth`: blocks before the first."""
         num_parts, done = self._format.num_parts, list[bool]()
         for first in range(0, len(names), self._num_at_once):
             some = names[first : first + self._num_at_once]
@@ -143,20 +143,20 @@ class Pages:
                 partial(self._tiers.write, depths=depths),
             )
         if not all(done):
-            self.warn("write", "some pages were not written; the counters of the tiers say why")
+            self.warn("write", "some blocks were not written; the counters of the tiers say why")
         return done
 
-    def cut(self, page: memoryview) -> list[memoryview]:
-        """A whole page in one piece as its parts."""
+    def cut(self, block: memoryview) -> list[memoryview]:
+        """A whole block in one piece as its parts."""
         size = self._format.part_bytes
-        return [page[start : start + size] for start in range(0, len(page), size)]
+        return [block[start : start + size] for start in range(0, len(block), size)]
 
     def clear(self) -> None:
-        """Forget all pages of this format, also for other servers. Raises StoreFailed."""
+        """Forget all blocks of this format, also for other servers. Raises StoreFailed."""
         job = next(self._jobs)
         self._tiers.reset(job)
         if not self._wait(job).whole:
-            raise StoreFailed("penstock: a tier did not forget its pages")
+            raise StoreFailed("penstock: a tier did not forget its blocks")
 
     def close(self, timeout_s: float) -> None:
         """Idempotent. Raises DeadlineExceeded."""
@@ -173,7 +173,7 @@ class Pages:
     ) -> list[bool]:
         num_parts, part_bytes = self._format.num_parts, self._format.part_bytes
         if len(parts) != num_parts * len(names) or any(part.nbytes != part_bytes for part in parts):
-            self.warn("size", f"a page is not {num_parts} times {part_bytes} bytes, and was left out")
+            self.warn("size", f"a block is not {num_parts} times {part_bytes} bytes, and was left out")
             return [False] * len(names)
         job, slots = next(self._jobs), self.memory.lend(parts)
         submit(job, self._format.keys(names), slots)
