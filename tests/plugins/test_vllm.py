@@ -3,6 +3,7 @@ either, and hits by vLLM's own metrics. Takes minutes: `make plugins`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
@@ -50,6 +51,7 @@ def answers(server: VllmServer, asked: list[list[int]]) -> list[list[int]]:
     return [server.answer(prompt) for prompt in asked]
 
 
+# A request is answered before its last figures are reported: tests wait for those.
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + SOON_S
     while not condition():
@@ -82,17 +84,35 @@ def flip_bits(folder: Path) -> int:
     return num
 
 
+def kill_during_stores(server: VllmServer, asked: list[list[int]]) -> None:
+    """With -9, while it computes `asked` and stores their blocks."""
+    written = server.metric("penstock_blocks_written_total")
+
+    def load() -> None:
+        with contextlib.suppress(httpx.HTTPError):  # it was killed
+            answers(server, asked)
+
+    client = threading.Thread(target=load)
+    client.start()
+    wait_for(
+        lambda: server.metric("penstock_blocks_written_total") > written + 5 * FULL_BLOCKS,
+        "nothing was written",
+    )
+    server.kill()
+    client.join(SOON_S)
+    assert not client.is_alive()
+
+
 def test_prompts_return_from_disk_with_the_same_tokens(model: Path, tmp_path: Path) -> None:
     """After eviction, after a kill -9 in the middle of stores, and after the disk was damaged."""
     tier = {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": 0.1}
-    asked, others = prompts(1), prompts(2, num=100)
+    asked = prompts(1)
     with VllmServer(model, tmp_path, tier) as server:
         server.wait_ready()
         reference = answers(server, asked)
         assert len({tuple(answer) for answer in reference}) > NUM_PROMPTS // 2  # they tell prompts apart
         assert server.metric("penstock_blocks_read_total") == 0
         assert answers(server, asked) == reference
-        # a request is answered before its last figures are reported
         wait_for(
             lambda: (
                 server.answer(asked[-1]) == reference[-1]
@@ -101,24 +121,7 @@ def test_prompts_return_from_disk_with_the_same_tokens(model: Path, tmp_path: Pa
             "nothing came from the disk",
         )
         assert server.metric("prompt_tokens_cached_by_source_total", source="disk") >= FULL_BLOCKS * 8 * 32
-        written = server.metric("penstock_blocks_written_total", place="ssd")
-
-        def load() -> None:
-            for prompt in others:
-                try:
-                    server.answer(prompt)
-                except httpx.HTTPError:  # it was killed
-                    return
-
-        client = threading.Thread(target=load)
-        client.start()
-        wait_for(
-            lambda: server.metric("penstock_blocks_written_total") > written + 5 * FULL_BLOCKS,
-            "nothing was written",
-        )
-        server.kill()
-        client.join(SOON_S)
-        assert not client.is_alive()
+        kill_during_stores(server, prompts(2, num=100))
 
     times = tmp_path / "times.json"
     with VllmServer(model, tmp_path, tier, {"PENSTOCK_TEST_TIMES": str(times)}) as server:
@@ -145,7 +148,7 @@ def test_prompts_return_from_disk_with_the_same_tokens(model: Path, tmp_path: Pa
 def test_two_servers_share_a_store_whatever_happens_to_it(
     model: Path, tmp_path: Path, valkey: Valkey
 ) -> None:
-    """Paused, emptied and full."""
+    """Emptied and full."""
     tier = {"remote": valkey.url(), **PATIENT}
     asked = prompts(3)
     with VllmServer(model, tmp_path, tier) as one, VllmServer(model, tmp_path, tier) as other:

@@ -164,15 +164,7 @@ def config_of(model: Path, version: str = NEWEST) -> Any:
             "kv_cache_layout": "NHD",
             "prefix_caching_hash_algo": "sha256",
         },
-        "parallel": {
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "world_size": 1,
-            "cp_kv_cache_interleave_size": 1,
-            "data_parallel_index": 0,
-        },
+        "parallel": dict.fromkeys(has["parallel"], 1) | {"data_parallel_index": 0},
         "attention": {"backend": None},
         "load": {"load_format": "auto", "download_dir": None},
     }

@@ -26,6 +26,15 @@ _MARK = "remembers_for_penstock"
 # Attributes of vLLM's configuration that not every version has. Any other one that is missing is an error:
 # what it decides would be missing in the identity of blocks.
 _NOT_EVERYWHERE = ("override_attention_dtype", "calculate_kv_scales", "kv_cache_layout")
+_CACHE = ("cache_dtype", "calculate_kv_scales", "kv_cache_layout", "prefix_caching_hash_algo")
+_PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "world_size",
+    "cp_kv_cache_interleave_size",
+)
 _OFFLOAD_OPTIONS = ("block_size", "blocks_per_chunk", "canonical_layout", "spec_name")
 _UNSTABLE_WORDS = ("_name_or_path", "transformers_version")  # of a model's config: they change no block
 
@@ -128,42 +137,20 @@ def facts_of(
     weights_id: str | None = None,
 ) -> dict[str, str]:
     """Everything that decides what a block's bytes mean and that vLLM's block hash leaves out, by name."""
-    vllm, cache, parallel = config.vllm, config.vllm.cache_config, config.vllm.parallel_config
-    model = vllm.model_config
+    vllm = config.vllm
     return {
         "format": str(FORMAT),
         "engine": f"vllm {version}",  # the layout is an inner matter of a version
         "device": device,  # the attention backend is chosen for it
-        **_model_facts("model", model, vllm.load_config, weights_id),
+        **_model_facts("model", vllm.model_config, vllm.load_config, weights_id),
         **_draft_facts(vllm, weights_id),
-        **_facts(
-            "cache",
-            cache,
-            "cache_dtype",
-            "calculate_kv_scales",
-            "kv_cache_layout",
-            "prefix_caching_hash_algo",
-        ),
-        **_facts(
-            "parallel",
-            parallel,
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "prefill_context_parallel_size",
-            "decode_context_parallel_size",
-            "world_size",
-            "cp_kv_cache_interleave_size",
-        ),
+        **_facts("cache", vllm.cache_config, *_CACHE),
+        **_facts("parallel", vllm.parallel_config, *_PARALLEL),
         "pipeline": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
         "layout": os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
         "backend": _value(vllm.attention_config, "backend"),
         "runner": _value(vllm, "use_v2_model_runner"),
-        "groups": repr(
-            [
-                (list(group.layer_names), repr(group.kv_cache_spec))
-                for group in config.kv_cache.kv_cache_groups
-            ]
-        ),
+        "groups": repr([_group(group) for group in config.kv_cache.kv_cache_groups]),
         "tensors": repr([_placement(tensor) for tensor in config.kv_cache.kv_cache_tensors]),
         **{f"offload.{name}": str(offload.get(name)) for name in _OFFLOAD_OPTIONS},
     }
@@ -227,6 +214,10 @@ def _cached_folder(model: Any, load: Any) -> Path:
             "weights_id, a text that is the same only for the same weights"
         )
     return Path(found).parent
+
+
+def _group(group: Any) -> tuple[list[str], str]:
+    return list(group.layer_names), repr(group.kv_cache_spec)
 
 
 def _placement(tensor: Any) -> tuple[list[str], int]:
