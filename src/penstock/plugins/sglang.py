@@ -16,12 +16,12 @@ from sglang.srt.runtime_context import get_context
 
 from penstock.errors import ConfigError
 from penstock.plugins.options import TierOptions
-from penstock.plugins.parted import BlockFormat, PartedBlocks, memory_at
+from penstock.plugins.planes import BlockFormat, PlanarBlocks, memory_at
 from penstock.plugins.tiers import open_tiers
 from penstock.plugins.weights import weights_digest
 
-LAYOUTS = ("page_first", "page_first_direct", "page_head")  # a block's parts are contiguous
-_OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's part of the options
+LAYOUTS = ("page_first", "page_first_direct", "page_head")  # a block's planes are contiguous
+_OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own options
 _KV = "kv"  # the only pool that is kept
 # of a server, which change KV or how it lies
 _SETTINGS = (
@@ -46,7 +46,7 @@ class PenstockStorage(HiCacheStorage):
         given = {name: value for name, value in storage_config.extra_config.items() if name not in _OWN}
         self._options = _options_of_rank(TierOptions.of(given), storage_config)
         self._config = storage_config
-        self._blocks: PartedBlocks | None = None
+        self._blocks: PlanarBlocks | None = None
 
     # ------------------------------------------------------------------------------------------------- pools
 
@@ -57,7 +57,7 @@ class PenstockStorage(HiCacheStorage):
         format = _format_of(mem_pool_host, self._config, options)
         queue_bytes = int(options.queue_mib * (1 << 20))
         _need(queue_bytes >= format.block_bytes, "needs a queue_mib that holds one page of SGLang")
-        self._blocks = PartedBlocks(
+        self._blocks = PlanarBlocks(
             format, partial(open_tiers, options), options.remote_timeout_s, queue_bytes
         )
         self.mem_pool_host = mem_pool_host
@@ -71,13 +71,13 @@ class PenstockStorage(HiCacheStorage):
     # -------------------------------------------------------------------------------------------- zero copies
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        parts = self._parts(keys, host_indices)
-        return self._open.read(keys, parts)
+        planes = self._planes(keys, host_indices)
+        return self._open.read(keys, planes)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        parts = self._parts(keys, host_indices)
+        planes = self._planes(keys, host_indices)
         before = getattr(extra_info, "prefix_keys", None) or ()
-        return self._open.write(keys, parts, len(before))
+        return self._open.write(keys, planes, len(before))
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         return self._open.leading(keys)
@@ -91,7 +91,7 @@ class PenstockStorage(HiCacheStorage):
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
         targets = list(target_locations)
-        done = self._open.read(keys, [part for target in targets for part in self._parts_of(target)])
+        done = self._open.read(keys, [plane for target in targets for plane in self._planes_of(target)])
         return [target if there else None for target, there in zip(targets, done, strict=True)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -102,7 +102,7 @@ class PenstockStorage(HiCacheStorage):
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         values = [value.contiguous() for value in values]  # kept while they are read
-        return all(self._open.write(keys, [part for value in values for part in self._parts_of(value)]))
+        return all(self._open.write(keys, [plane for value in values for plane in self._planes_of(value)]))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -120,18 +120,18 @@ class PenstockStorage(HiCacheStorage):
     # ----------------------------------------------------------------------------------------------- private
 
     @property
-    def _open(self) -> PartedBlocks:
+    def _open(self) -> PlanarBlocks:
         if self._blocks is None:
             raise ConfigError("penstock: no host pool is registered")
         return self._blocks
 
-    def _parts(self, keys: Sequence[str], host_indices: Any) -> list[memoryview]:
+    def _planes(self, keys: Sequence[str], host_indices: Any) -> list[memoryview]:
         """Empty, which no call takes, if they are not those of as many blocks."""
         if len(host_indices) != len(keys) * self.mem_pool_host.page_size:
             return []
         return _views(self.mem_pool_host, host_indices)
 
-    def _parts_of(self, block: Any) -> list[memoryview]:
+    def _planes_of(self, block: Any) -> list[memoryview]:
         if not block.is_contiguous() or str(block.device) != "cpu":
             return []
         return self._open.cut(memory_at(block.data_ptr(), block.numel() * block.element_size()))
@@ -168,7 +168,7 @@ def _format_of(pool: Any, config: Any, options: TierOptions) -> BlockFormat:
         pool.layout in LAYOUTS, f"needs --hicache-mem-layout {' or '.join(LAYOUTS)}, and it is {pool.layout}"
     )
     first = _views(pool, np.arange(pool.page_size))
-    sizes = {part.nbytes for part in first}
+    sizes = {plane.nbytes for plane in first}
     _need(len(sizes) == 1, "cannot keep keys and values of different sizes")
     has_draft = getattr(pool, "layer_num", None) != getattr(pool, "target_layer_num", None)
     weights, settings = _identity(options, has_draft)
@@ -182,8 +182,8 @@ def _format_of(pool: Any, config: Any, options: TierOptions) -> BlockFormat:
         dtype=str(pool.dtype),
         layout=pool.layout,
         block_tokens=pool.page_size,
-        num_parts=len(first),
-        part_bytes=sizes.pop(),
+        num_planes=len(first),
+        plane_bytes=sizes.pop(),
         layers=(pool.start_layer, pool.end_layer),
         ranks=ranks,
         settings=settings,

@@ -3,9 +3,12 @@ failure injector, and the test that it ships for another backend."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -21,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.mooncake_store import test_mooncake_store as shipped
 from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.store import SsdStore
@@ -214,3 +218,16 @@ def test_the_pools_of_the_tests_are_those_of_sglang() -> None:
         "sglang.srt.mem_cache.pool_host.mha",
         "sglang.srt.mem_cache.pool_host.mla",
     }
+
+
+def test_the_command_of_the_documents_is_one_that_sglang_takes(start: Start, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
+    [command] = re.findall(r"python -m sglang\.launch_server (.*?)\n```", page, flags=re.DOTALL)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(shlex.split(command.replace("\\\n", " ")))
+    assert (given.hicache_storage_backend, given.enable_hierarchical_cache) == ("dynamic", True)
+    options = json.loads(given.hicache_storage_backend_extra_config)
+    options |= {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": 0.05, "weights_id": "w"}
+    server = start(given.hicache_mem_layout, **options)
+    assert server.back_up(PROMPT) == len(PROMPT) == server.fetch(PROMPT)

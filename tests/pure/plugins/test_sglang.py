@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.store import SsdStore
 
 HICACHE = json.loads((Path(__file__).parents[2] / "data" / "sglang-hicache.json").read_text())
-PAGE, PART = 4, 4096
+PAGE, PLANE = 4, 4096
 NAMES = [f"{number:064x}" for number in range(4)]
 SOON_S = 20.0
 
@@ -38,24 +38,24 @@ class Pool:
     layout, page_size, dtype, start_layer, end_layer = "page_first", PAGE, "torch.bfloat16", 0, 7
     layer_num = target_layer_num = 8
 
-    def __init__(self, num_blocks: int = 16, num_parts: int = 2, **more: Any) -> None:
-        self.num_parts = num_parts
-        self.memory = [(ctypes.c_ubyte * (num_blocks * PART))() for _ in range(num_parts)]
+    def __init__(self, num_blocks: int = 16, num_planes: int = 2, **more: Any) -> None:
+        self.num_planes = num_planes
+        self.memory = [(ctypes.c_ubyte * (num_blocks * PLANE))() for _ in range(num_planes)]
         for name, value in more.items():
             setattr(self, name, value)
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         assert len(indices) % self.page_size == 0
-        starts = [index // PAGE * PART for index in indices.tolist()[:: self.page_size]]
+        starts = [index // PAGE * PLANE for index in indices.tolist()[:: self.page_size]]
         found = [ctypes.addressof(memory) + start for start in starts for memory in self.memory]
-        return found, [PART] * len(found)
+        return found, [PLANE] * len(found)
 
     def fill(self, page: int, value: int) -> None:
-        for part, memory in enumerate(self.memory):
-            ctypes.memset(ctypes.addressof(memory) + page * PART, value + part, PART)
+        for plane, memory in enumerate(self.memory):
+            ctypes.memset(ctypes.addressof(memory) + page * PLANE, value + plane, PLANE)
 
     def content(self, page: int) -> list[set[int]]:
-        return [set(memory[page * PART : (page + 1) * PART]) for memory in self.memory]
+        return [set(memory[page * PLANE : (page + 1) * PLANE]) for memory in self.memory]
 
 
 def pages(*numbers: int) -> Indices:
@@ -167,7 +167,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "dtype": ({"dtype": "torch.uint8"}, {}, {}),
     "layout": ({"layout": "page_first_direct"}, {}, {}),
     "page size": ({"page_size": PAGE * 2}, {}, {}),
-    "parts": ({"num_parts": 1}, {}, {}),
+    "planes": ({"num_planes": 1}, {}, {}),
     "layers": ({"start_layer": 8, "end_layer": 15}, {}, {}),
     "tp size": ({}, {"tp_size": 2}, {}),
     "pp size": ({}, {"pp_size": 2}, {}),
@@ -241,9 +241,9 @@ def test_the_content_of_the_weights_is_the_identity_if_nothing_is_said(
 
 def test_ranks_that_hold_the_same_pages_have_one_name_for_them(open_storage: Open) -> None:
     """Such ranks are those of tensor parallelism, if keys and values are compressed in one (MLA)."""
-    one = open_storage(Pool(num_parts=1), is_mla_model=True, tp_size=2)
+    one = open_storage(Pool(num_planes=1), is_mla_model=True, tp_size=2)
     two = open_storage(
-        Pool(num_parts=1),
+        Pool(num_planes=1),
         {"remote": "valkey://127.0.0.1:1"},
         is_mla_model=True,
         tp_rank=1,
@@ -288,7 +288,7 @@ def test_sizes_and_pools_that_it_cannot_keep_are_refused(open_storage: Open) -> 
     # Holds invariant 26.
     uneven = Pool()
     meta = uneven.get_page_buffer_meta
-    uneven.get_page_buffer_meta = lambda indices: (meta(indices)[0], [PART, PART // 2])  # type: ignore[method-assign]
+    uneven.get_page_buffer_meta = lambda indices: (meta(indices)[0], [PLANE, PLANE // 2])  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="different sizes"):
         open_storage(uneven)
     storage = open_storage()

@@ -1,6 +1,6 @@
-"""Blocks of another engine that lie in parts, such as keys apart from values; for threads that wait. Owns the
-names of parts, which blocks are interchangeable, and for how long memory is lent. The engine owns the memory
-and may use it again when a call has returned, so no call returns before the tiers have let go of it.
+"""Blocks of another engine that lie in planes, such as keys apart from values; for threads that wait. Owns
+the names of planes, which blocks are interchangeable, and for how long memory is lent. The engine owns the
+memory and may use it when a call has returned, so no call returns before the tiers have let go of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.plugins.tiers import Finished, HostedTiers, View, key_of
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of keys and of what a part is
+FORMAT = 1  # of keys and of what a plane is
 LATE_S = 30.0  # a job that takes longer is worth a line in the log
 _WRITE_BYTES = 64 << 20  # of one job: enough for all writers, and far from the limit of their queue
 
@@ -39,8 +39,8 @@ class BlockFormat:
     dtype: str
     layout: str
     block_tokens: int
-    num_parts: int  # keys and values apart, or in one
-    part_bytes: int
+    num_planes: int  # keys and values apart, or in one
+    plane_bytes: int
     layers: tuple[int, int]
     # by kind ("tp"): this rank and how many there are. Not those that hold the same blocks
     ranks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -48,20 +48,20 @@ class BlockFormat:
 
     @property
     def block_bytes(self) -> int:
-        return self.num_parts * self.part_bytes
+        return self.num_planes * self.plane_bytes
 
     def space(self) -> Space:
         fields = {"format": FORMAT, **asdict(self)}
         text = json.dumps(fields, sort_keys=True).encode()
         scope = Scope(self.weights.encode(), self.dtype, text, self.block_tokens, self.engine)
-        return Space(scope.digest(), self.part_bytes)
+        return Space(scope.digest(), self.plane_bytes)
 
     def keys(self, names: Sequence[str]) -> list[bytes]:
-        """Of all parts of the blocks, block by block."""
+        """Of all planes of the blocks, block by block."""
         return [
-            key_of(bytes([part]) + name.encode("utf-8", "surrogatepass"))
+            key_of(bytes([plane]) + name.encode("utf-8", "surrogatepass"))
             for name in names
-            for part in range(self.num_parts)
+            for plane in range(self.num_planes)
         ]
 
 
@@ -94,7 +94,7 @@ class LentMemory:
         return len(self._views) - 1
 
 
-class PartedBlocks:
+class PlanarBlocks:
     """Of one rank. For any thread; no call raises but `clear` and `close`."""
 
     def __init__(
@@ -106,7 +106,7 @@ class PartedBlocks:
     ) -> None:
         """`patience_s`: a tier that has not answered by then has nothing. `queue_bytes`: what a tier queues,
         at least one block."""
-        self.memory = LentMemory(format.part_bytes)
+        self.memory = LentMemory(format.plane_bytes)
         self.num_late = 0
         self._format = format
         self._patience_s = patience_s
@@ -125,21 +125,21 @@ class PartedBlocks:
         except Exception:
             log.exception("penstock: a lookup failed")
             return 0
-        return num // self._format.num_parts
+        return num // self._format.num_planes
 
-    def read(self, names: Sequence[str], parts: Views) -> list[bool]:
-        """Each block into its parts. After False their content is undefined."""
-        return self._move(names, parts, self._tiers.read)
+    def read(self, names: Sequence[str], planes: Views) -> list[bool]:
+        """Each block into its planes. After False their content is undefined."""
+        return self._move(names, planes, self._tiers.read)
 
-    def write(self, names: Sequence[str], parts: Views, depth: int = 0) -> list[bool]:
+    def write(self, names: Sequence[str], planes: Views, depth: int = 0) -> list[bool]:
         """Whether some tier has the block now. `depth`: blocks before the first."""
-        num_parts, done = self._format.num_parts, list[bool]()
+        num_planes, done = self._format.num_planes, list[bool]()
         for first in range(0, len(names), self._num_at_once):
             some = names[first : first + self._num_at_once]
-            depths = [depth + first + place for place in range(len(some)) for _ in range(num_parts)]
+            depths = [depth + first + place for place in range(len(some)) for _ in range(num_planes)]
             done += self._move(
                 some,
-                parts[first * num_parts : (first + len(some)) * num_parts],
+                planes[first * num_planes : (first + len(some)) * num_planes],
                 partial(self._tiers.write, depths=depths),
             )
         if not all(done):
@@ -147,8 +147,8 @@ class PartedBlocks:
         return done
 
     def cut(self, block: memoryview) -> list[memoryview]:
-        """A whole block in one piece as its parts."""
-        size = self._format.part_bytes
+        """A whole block in one piece as its planes."""
+        size = self._format.plane_bytes
         return [block[start : start + size] for start in range(0, len(block), size)]
 
     def clear(self) -> None:
@@ -169,17 +169,17 @@ class PartedBlocks:
             log.warning("penstock: %s (told once)", message)
 
     def _move(
-        self, names: Sequence[str], parts: Views, submit: Callable[[int, list[bytes], list[int]], None]
+        self, names: Sequence[str], planes: Views, submit: Callable[[int, list[bytes], list[int]], None]
     ) -> list[bool]:
-        num_parts, part_bytes = self._format.num_parts, self._format.part_bytes
-        if len(parts) != num_parts * len(names) or any(part.nbytes != part_bytes for part in parts):
-            self.warn("size", f"a block is not {num_parts} times {part_bytes} bytes, and was left out")
+        num_planes, plane_bytes = self._format.num_planes, self._format.plane_bytes
+        if len(planes) != num_planes * len(names) or any(plane.nbytes != plane_bytes for plane in planes):
+            self.warn("size", f"a block is not {num_planes} times {plane_bytes} bytes, and was left out")
             return [False] * len(names)
-        job, slots = next(self._jobs), self.memory.lend(parts)
+        job, slots = next(self._jobs), self.memory.lend(planes)
         submit(job, self._format.keys(names), slots)
         done = self._wait(job).done
         self.memory.take_back(slots)
-        return [all(done[place : place + num_parts]) for place in range(0, len(done), num_parts)]
+        return [all(done[place : place + num_planes]) for place in range(0, len(done), num_planes)]
 
     def _wait(self, job: int) -> Finished:
         """Until it is over, however long: the engine takes its memory back when the call returns."""
