@@ -170,6 +170,18 @@ def test_a_defect_of_a_job_does_not_end_the_wait_for_it(
     assert pages.memory.num_lent == 0
 
 
+def test_a_lookup_that_meets_a_defect_finds_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = make(LocalStore())
+
+    def meet(*_: object) -> int:
+        raise InvariantBroken("a defect of another call")
+
+    monkeypatch.setattr(HostedTiers, "wait_leading", meet)
+    assert pages.leading(NAMES) == 0 and "a lookup failed" in caplog.text
+
+
 def test_pages_of_another_size_are_left_out(make: Make) -> None:
     pages = make(LocalStore())
     assert pages.write(NAMES[:2], planes_of(NAMES[:1])) == [False, False]

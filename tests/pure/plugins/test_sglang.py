@@ -224,6 +224,14 @@ def test_settings_of_a_server_that_change_kv_make_other_blocks(
     assert space_of(open_storage()) != space_of(one)
 
 
+def test_another_version_of_sglang_finds_nothing(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Holds invariant 13: what a version puts where is not known to the next.
+    one = open_storage()
+    one.close()
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "1", raising=False)
+    assert space_of(open_storage()) != space_of(one)
+
+
 def test_the_content_of_the_weights_is_the_identity_if_nothing_is_said(
     open_storage: Open, server: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -311,9 +319,12 @@ def test_adapters_and_unknown_weights_are_refused(
     server["load_format"] = "dummy"
     with pytest.raises(ConfigError, match=r"weights_id.*finds no files"):
         open_storage(say=False)
+    for name, value in (("enable_lora", True), ("lora_paths", ["a=/b"])):
+        server[name] = value
+        with pytest.raises(ConfigError, match="trust_adapters"):
+            open_storage()
+        server[name] = None
     server["lora_paths"] = ["a=/b"]
-    with pytest.raises(ConfigError, match="trust_adapters"):
-        open_storage()
     open_storage(options={"trust_adapters": True}).close()
     server.clear()
     with pytest.raises(ConfigError, match=r"weights_id.*finds no server"):
