@@ -40,7 +40,8 @@ class Driven:
         self.region = SharedOffloadRegion(*sizes)
         primary = CPUPrimaryTierOffloadingManager(SLOTS, self.region)
         self.memory = np.asarray(primary.get_kv_memoryview()).view(np.uint8)
-        spec = SimpleNamespace(extra_config={}, kv_events_config=None)
+        events = SimpleNamespace(enable_kv_cache_events=True)
+        spec = SimpleNamespace(extra_config={}, kv_events_config=events)
         with configured(Configured(*config_of(model, vllm.__version__))):
             made = SecondaryTierFactory.create_secondary_tier(
                 {"type": "PenstockTier", **tier}, primary.get_kv_memoryview(), spec
@@ -121,6 +122,9 @@ def main(folder: Path, url: str) -> None:
     figures = one.manager.get_stats()
     assert any("penstock_blocks_written" in name for name in figures.data["data"])
     print("metrics go vLLM's way")
+    told = {key for event in one.manager.take_events() for key in event.keys}
+    assert told == (set(keys) if hasattr(base, "Medium") else set())
+    print("events name what is on the disk")
     one.close()
 
     again = Driven(model, {**tier, "ssd_dir": str(folder / "other")})
