@@ -62,6 +62,31 @@ def pages(*numbers: int) -> Indices:
     return Indices(index for number in numbers for index in range(number * PAGE, (number + 1) * PAGE))
 
 
+class Tensor:
+    """A whole page in memory of its own, keys first."""
+
+    device = "cpu"
+
+    def __init__(self, value: int = 0, num_bytes: int = 2 * PLANE, contiguous: bool = True) -> None:
+        self.memory = (ctypes.c_ubyte * num_bytes)(*[value] * num_bytes)
+        self._contiguous = contiguous
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+    def contiguous(self) -> Tensor:
+        return self if self._contiguous else Tensor(self.memory[0], len(self.memory))
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self.memory)
+
+    def numel(self) -> int:
+        return len(self.memory) // 2
+
+    def element_size(self) -> int:
+        return 2
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The published settings of a server; empty: there is none."""
@@ -144,6 +169,23 @@ def test_an_answer_of_other_indices_than_the_pages_have_is_no(open_storage: Open
     write(storage)
     for indices in (pages(1), Indices(pages(0, 1, 2, 3)[1:])):
         assert storage.batch_get_v1(NAMES, indices) == [False] * 4 == storage.batch_set_v1(NAMES, indices)
+
+
+def test_pages_in_tensors_are_those_in_the_pool(open_storage: Open) -> None:
+    """The interface without `interface_v1`."""
+    storage = open_storage()
+    write(storage)
+    target = Tensor()
+    assert storage.get(NAMES[1], target) is target
+    assert (set(target.memory[:PLANE]), set(target.memory[PLANE:])) == ({3}, {4})
+    assert storage.get("none", Tensor()) is None is storage.get(NAMES[1], Tensor(num_bytes=PLANE))
+    assert storage.get(NAMES[1], Tensor(contiguous=False)) is None
+    assert storage.set("a", Tensor(7)) and storage.set("b", Tensor(8, contiguous=False))
+    assert not storage.set("c", Tensor(9, num_bytes=PLANE))
+    assert storage.batch_set(["d", "e"], [Tensor(5), Tensor(6)])
+    found = storage.batch_get([*"abxde"], [Tensor() for _ in range(5)])
+    assert [one and set(one.memory) for one in found] == [{7}, {8}, None, {5}, {6}]
+    assert storage.batch_get_v1(["e"], pages(9)) == [True] and storage.mem_pool_host.content(9) == [{6}, {6}]
 
 
 def test_pages_are_written_with_their_place_in_the_prompt(
