@@ -3,6 +3,7 @@ device pool stands in for one, since pages move between host memory and storage 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -86,7 +87,8 @@ def make_pool(layout: str, is_mla: bool = False) -> Any:
 class Server:
     """One rank: a host pool and the controller over it, as the scheduler drives them."""
 
-    def __init__(self, pool: Any, options: dict[str, Any]) -> None:
+    def __init__(self, pool: Any, options: dict[str, Any], ranks: Any = None) -> None:
+        """`ranks`: the process group of the others."""
         self.pool = pool
         device = SimpleNamespace(
             device="cpu", layer_num=LAYERS, register_layer_transfer_counter=lambda counter: None
@@ -95,7 +97,7 @@ class Server:
         entry = PoolEntry(PoolName.KV, pool, device, lambda layer: layer, is_primary_index_anchor=True)
         group = HostPoolGroup([entry])
         self.controller = HybridCacheController(
-            allocator, group, PAGE, None, threading.Event(), io_backend="kernel"
+            allocator, group, PAGE, ranks, threading.Event(), io_backend="kernel"
         )
         self.controller.attach_storage_backend(
             "dynamic",
@@ -157,16 +159,27 @@ class Server:
             self.controller.ack_backup_queue.get_nowait()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _published() -> Iterator[None]:
-    """The settings of a server, and its place in parallel groups of one."""
+@contextlib.contextmanager
+def published() -> Iterator[None]:
+    """The settings of a server."""
     settings = get_context().override_server_args(enable_hierarchical_cache=True)
     settings.install()
-    places = {"tp": 1, "pp": 1, "attn_tp": 1, "attn_dcp": 1}
-    ranks = {f"{kind}_rank": 0 for kind in places} | {f"{kind}_size": size for kind, size in places.items()}
-    with get_parallel().override(**ranks, attn_dp_rank=0):
-        yield
+    yield
     settings.restore()
+
+
+def in_parallel(rank: int, size: int) -> contextlib.AbstractContextManager[Any]:
+    """The place of this process among those of tensor parallelism."""
+    alone = {"pp_rank": 0, "pp_size": 1, "attn_dcp_rank": 0, "attn_dcp_size": 1, "attn_dp_rank": 0}
+    return get_parallel().override(
+        tp_rank=rank, tp_size=size, attn_tp_rank=rank, attn_tp_size=size, moe_tp_size=size, **alone
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _in_a_server() -> Iterator[None]:
+    with published(), in_parallel(0, 1):
+        yield
 
 
 Start = Callable[..., Server]

@@ -7,8 +7,11 @@ import argparse
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -182,6 +185,24 @@ def test_what_cannot_work_fails_the_attach_with_one_line(start: Start, tmp_path:
     with pytest.raises(ConfigError):  # another server has the directory
         start(ssd_dir=str(tmp_path / "kv"))
     assert one.back_up(PROMPT) == len(PROMPT)
+
+
+def test_two_ranks_agree_on_what_both_have_each_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.plugins.sglang.rank"]
+    places = [str(tmp_path / "rendezvous"), str(tmp_path / "kv")]
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), *places], cwd=root, env=environment, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=600)[0].decode().splitlines()[-2:] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    folders = "tp0-pp0-cp0-dp0 tp1-pp0-cp0-dp0"
+    assert said == [["written 160 fetched 160", f"fetched 40 {folders}"]] * 2
 
 
 CONFIGS = [(False, 0, 1), (True, 0, 1), (False, 1, 4), (True, 3, 8)]  # those of the shipped test
