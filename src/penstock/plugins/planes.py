@@ -147,8 +147,10 @@ class PlanarBlocks:
         return done
 
     def cut(self, block: memoryview) -> list[memoryview]:
-        """A whole block in one piece as its planes."""
+        """A whole block in one piece as its planes; none if its size is another."""
         size = self._format.plane_bytes
+        if len(block) != self._format.block_bytes:
+            return []
         return [block[start : start + size] for start in range(0, len(block), size)]
 
     def clear(self) -> None:

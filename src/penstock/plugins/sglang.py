@@ -35,6 +35,7 @@ _SETTINGS = (
     "quantization",
     "quantization_param_path",
 )
+_FACTS = ("enable_lora", "load_format", "lora_paths", "model_path")
 _CLOSE_S = 30.0
 
 
@@ -200,6 +201,8 @@ def _identity(options: TierOptions, has_draft: bool) -> tuple[str, dict[str, str
     except ValueError:  # no server has made this backend
         _need(said is not None, f"{hint} finds no server")
         return f"said {said}", settings
+    absent = {*_SETTINGS, *_FACTS}.difference(server)
+    _need(not absent, f"does not know this version of SGLang: it has no {', '.join(sorted(absent))}")
     _need(
         options.trust_adapters or not (server["enable_lora"] or server["lora_paths"]),
         "needs trust_adapters: SGLang knows an adapter by its name and path, and not by its content",

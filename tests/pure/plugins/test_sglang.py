@@ -182,6 +182,9 @@ def test_pages_in_tensors_are_those_in_the_pool(open_storage: Open) -> None:
     assert storage.get(NAMES[1], Tensor(contiguous=False)) is None
     assert storage.set("a", Tensor(7)) and storage.set("b", Tensor(8, contiguous=False))
     assert not storage.set("c", Tensor(9, num_bytes=PLANE))
+    uneven = [Tensor(5, num_bytes=3 * PLANE), Tensor(6, num_bytes=PLANE)]  # as many planes as two pages have
+    assert not storage.batch_set(["d", "e"], uneven)
+    assert storage.batch_get(NAMES[:2], uneven) == [None, None]
     assert storage.batch_set(["d", "e"], [Tensor(5), Tensor(6)])
     found = storage.batch_get([*"abxde"], [Tensor() for _ in range(5)])
     assert [one and set(one.memory) for one in found] == [{7}, {8}, None, {5}, {6}]
@@ -366,6 +369,10 @@ def test_adapters_and_unknown_weights_are_refused(
         with pytest.raises(ConfigError, match="trust_adapters"):
             open_storage()
         server[name] = None
+    del server["kv_cache_dtype"]
+    with pytest.raises(ConfigError, match="this version of SGLang: it has no kv_cache_dtype"):
+        open_storage()
+    server["kv_cache_dtype"] = "auto"
     server["lora_paths"] = ["a=/b"]
     open_storage(options={"trust_adapters": True}).close()
     server.clear()
