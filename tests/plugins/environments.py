@@ -3,6 +3,7 @@ and this project's wheels into each. Needs a network; later runs find the engine
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import venv
@@ -42,8 +43,10 @@ def main() -> None:
     (packages_of(OLD_VLLM) / "libraries.pth").write_text(f"{packages_of(VLLM)}\n")
     wheels = HOME / "wheels"
     for project in (ROOT, ROOT / "stores" / "valkey"):
-        build = ("-m", "build", "--no-isolation", "--outdir", wheels, project)
+        shutil.rmtree(project / "build", ignore_errors=True)  # it may hold files that are gone
+        build = ("-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, project)
         subprocess.run([sys.executable, *build], check=True, stdout=subprocess.DEVNULL)
+        shutil.rmtree(project / "build")  # mypy would find the package twice
     ours = [max(wheels.glob(f"{name}-*.whl")) for name in ("penstock", "penstock_valkey")]
     _pip(VLLM, "install", *ours)
     _install(SGLANG, "--no-deps")
