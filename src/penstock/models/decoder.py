@@ -59,12 +59,15 @@ class DecoderLayer:
     def project(
         self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if residual is None:
-            x, residual = self.ops.rms_norm(hidden, self.attn_norm, self.eps), hidden
-        else:
-            x, residual = self.ops.add_rms_norm(hidden, residual, self.attn_norm, self.eps)
+        x, residual = self._normed(hidden, residual)
         qkv = self._linear("qkv", x, lora)
         return *kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm), residual
+
+    def _normed(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of the first projection, and the residual stream."""
+        if residual is None:
+            return self.ops.rms_norm(hidden, self.attn_norm, self.eps), hidden
+        return self.ops.add_rms_norm(hidden, residual, self.attn_norm, self.eps)
 
     def finish(self, attended: Tensor, residual: Tensor, lora: LoraRuns | None) -> tuple[Tensor, Tensor]:
         x = self._linear_shares("out", attended, lora)

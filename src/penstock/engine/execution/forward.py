@@ -3,10 +3,10 @@ eagerly or captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Flow:
     residual: Tensor | None = None
     attending: Attending | None = None  # set and read by the attention passes of one layer
     logits: Tensor | None = None  # [S, vocab]; None if the step samples nothing
+    tapped: tuple[Tensor, ...] = ()  # [T, hidden] each: what drafts are made from
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
     scores: StepScores | None = None  # None: no chunk asks for scores of its context
 
@@ -77,6 +78,17 @@ class LayerOp(NamedTuple):
     label: str
 
 
+class Drafting(Protocol):
+    """What makes drafts from a step, as its pass sees it."""
+
+    @property
+    def taps(self) -> Collection[int]:
+        """Layers whose input it takes. The number of layers means the output of the last one."""
+
+    def blank(self, flow: Flow) -> None:
+        """Runs last in every decode-only pass."""
+
+
 class Forward:
     """Makes the ops of one pass over a model."""
 
@@ -86,35 +98,31 @@ class Forward:
         attention: Attention,
         pending: Tensor,
         begin: Callable[[], None] = lambda: None,
-        blank: Callable[[Flow], None] | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`begin` is called first in every pass, on the compute thread; `blank` last in every decode-only
-        pass."""
+        """`begin` is called first in every pass, on the compute thread."""
         self.model = model
         self._begin = begin
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
         self._pending = pending
-        self._blank = blank
-        self.blanks = blank is not None
+        self._drafting = drafting
+        self.blanks = drafting is not None
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""
-        layers = [
+        ops = [LayerOp(partial(self._embed, flow), (0, 0), "embed")]
+        ops += [
             LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}")
             for i in range(self.model.config.num_layers)
         ]
-        blanks = (
-            [LayerOp(partial(self._blank, flow), (0, 0), "blank")]
-            if self._blank is not None and is_decode
-            else []
-        )
-        return [
-            LayerOp(partial(self._embed, flow), (0, 0), "embed"),
-            *layers,
-            LayerOp(partial(self._head, flow), (0, 0), "head"),
-            *blanks,
-        ]
+        if self._drafting is not None:
+            for layer in sorted(self._drafting.taps, reverse=True):
+                ops.insert(1 + layer, LayerOp(partial(self._tap, flow), (0, 0), "tap"))
+        ops.append(LayerOp(partial(self._head, flow), (0, 0), "head"))
+        if self._drafting is not None and is_decode:
+            ops.append(LayerOp(partial(self._drafting.blank, flow), (0, 0), "blank"))
+        return ops
 
     def _embed(self, flow: Flow) -> None:
         self._begin()
@@ -128,7 +136,15 @@ class Forward:
             places = places * width + (-1 - firsts).clamp(0, width - 1)
         latest = self._pending.view(-1)[places]
         firsts.copy_(torch.where(firsts < 0, latest, firsts))
-        flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
+        flow.hidden, flow.residual, flow.tapped = self.model.embed(inputs.tokens), None, ()
+
+    def _tap(self, flow: Flow) -> None:
+        """Keep the residual stream as it is here."""
+        hidden, residual = flow.hidden, flow.residual
+        assert hidden is not None
+        if residual is not None:
+            hidden = residual + (hidden.sum(dim=0) if hidden.dim() == 3 else hidden).to(residual.dtype)
+        flow.tapped = (*flow.tapped, hidden)
 
     def _layer(self, flow: Flow, index: int) -> None:
         assert flow.hidden is not None
