@@ -63,8 +63,8 @@ def write_random_head(
     return directory
 
 
-def with_head(config: Config, head: Path) -> Config:
-    return dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", 3))
+def with_head(config: Config, head: Path, kind: str = "mtp") -> Config:
+    return dataclasses.replace(config, speculation=SpeculationConfig(f"{kind}:{head}", 3))
 
 
 @pytest.fixture
@@ -73,7 +73,13 @@ def device() -> str:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, device: str) -> Any:
+def with_random_head() -> Callable[..., Config]:
+    """A config with a head as `write_random_head` writes it."""
+    return lambda config, *head, **vocab: with_head(config, write_random_head(*head, **vocab))
+
+
+@pytest.fixture
+def pair(tmp_path: Path, device: str, with_random_head: Callable[..., Config]) -> Any:
     """An engine without, and one with a head, whose drafts are all verified."""
     made: list[tuple[Engine, Sanitizer | None]] = []
 
@@ -81,9 +87,7 @@ def pair(tmp_path: Path, device: str) -> Any:
         config = tiny_config(**{"device": device, **settings})
         plain = build(config)
         sanitizer = Sanitizer()
-        drafting = build(
-            with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer
-        )
+        drafting = build(with_random_head(config, tmp_path / "head", model_of(plain)), sanitizer=sanitizer)
         forced(drafting)
         made.extend([(plain, None), (drafting, sanitizer)])
         return plain, drafting
@@ -129,12 +133,16 @@ def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[i
     "options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "drawn"]
 )
 def test_drafts_of_a_pruned_vocabulary_are_the_targets(
-    options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts
+    options: dict[str, Any],
+    tmp_path: Path,
+    device: str,
+    prompts: Prompts,
+    with_random_head: Callable[..., Config],
 ) -> None:
     config = tiny_config(device=device)
     plain = build(config)
     vocab = DraftVocab(torch.arange(7, 512, 5).flip(0), 512, "here")
-    engine = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain), vocab=vocab)))
+    engine = build(with_random_head(config, tmp_path / "head", model_of(plain), vocab=vocab))
     forced(engine)
     found = recorded_drafts(engine, prompts(30), **options)
     drafts = {token for pending in found.values() for token in pending[1:]}
@@ -265,14 +273,16 @@ def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(
     engine.close(timeout_s=20.0)
 
 
-def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:
+def test_blocks_of_another_head_are_not_found(
+    tmp_path: Path, device: str, prompts: Prompts, with_random_head: Callable[..., Config]
+) -> None:
     config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05)
     plain = build(config)
-    heads = [write_random_head(tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
+    heads = [with_random_head(config, tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
     plain.close(timeout_s=20.0)
     sources = []
-    for head in (heads[0], heads[0], heads[1]):
-        engine = build(with_head(config, head))
+    for with_one in (heads[0], heads[0], heads[1]):
+        engine = build(with_one)
         wait_scanned(engine)
         found = submit(engine, prompts(64), max_tokens=2)
         run_all(engine)

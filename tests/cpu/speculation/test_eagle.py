@@ -1,4 +1,4 @@
-"""An EAGLE-3 head computes what its authors describe, from files in both public layouts, and one that does not
+"""An EAGLE-3 head computes what its authors describe, from files in both public layouts. One that does not
 fit its target is refused with the reason."""
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_the_identity_of_a_head_is_that_of_its_tensors_and_its_config(tmp_path: 
     assert len({one, *others}) == 5
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------- what is refused
 
 Change = Callable[[dict[str, Any]], Any]
 CONFIGS: dict[str, tuple[Change, str]] = {
