@@ -96,14 +96,20 @@ FIRST = "model.layers.0.self_attn"
 
 def seen_by_a_head() -> dict[str, Tensor]:
     """A target whose next token depends only on what an EAGLE-3 head can see: on its first layer's attention
-    over embeddings, which are so small that nothing else of them reaches the output. Token 0 has no
-    embedding: a head has no entry for the first token of a prompt, and so nothing of it is lost."""
+    over embeddings, which are so small that nothing else of them reaches the output. A head has no entry for
+    the first token of a prompt. So a token 0 is there, and no token looks at it: what is the same in all other
+    embeddings is in the slowest pair of each head, and gives them a score that is 25 higher."""
     tensors = tiny_tensors(DIMS)
-    tensors["model.embed_tokens.weight"] *= 1e-3
-    tensors["model.embed_tokens.weight"][0] = 0
+    embedding = tensors["model.embed_tokens.weight"].mul_(1e-3)
+    embedding[0], embedding[1:, 0] = 0, 1e-3
+    tensors["model.layers.0.input_layernorm.weight"][0] = 1
     for name in "qk":
-        tensors[f"{FIRST}.{name}_proj.weight"] *= 25  # some tokens count more, none more than all
-    tensors[f"{FIRST}.o_proj.weight"] *= 1e4
+        rows = tensors[f"{FIRST}.{name}_proj.weight"].mul_(25).unflatten(0, (-1, DIMS.head_dim))
+        rows[:, DIMS.head_dim // 2 - 1] = 0
+        rows[:, DIMS.head_dim // 2 - 1, 0] = 33
+    tensors[f"{FIRST}.v_proj.weight"][:, 0] = 0
+    tensors[f"{FIRST}.o_proj.weight"] *= 1e6
+    tensors["lm_head.weight"][0] = 0  # it is hardly ever said
     tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
     for index in range(2):
         tensors[f"model.layers.{index}.mlp.down_proj.weight"].zero_()
