@@ -96,9 +96,11 @@ FIRST = "model.layers.0.self_attn"
 
 def seen_by_a_head() -> dict[str, Tensor]:
     """A target whose next token depends only on what an EAGLE-3 head can see: on its first layer's attention
-    over embeddings, which are so small that nothing else of them reaches the output. A head has no entry for
-    the first token of a prompt. So a token 0 is there, and no token looks at it: what is the same in all other
-    embeddings is in the slowest pair of each head, and gives them a score that is 25 higher."""
+    over embeddings, which are so small that nothing else of them reaches the output.
+
+    A head has no entry for the first token of a prompt. So that is token 0, and no token looks at it: all
+    others share a value. It is in the slowest pair of each head, and gives them a score that is 25
+    higher."""
     tensors = tiny_tensors(DIMS)
     embedding = tensors["model.embed_tokens.weight"].mul_(1e-3)
     embedding[0], embedding[1:, 0] = 0, 1e-3

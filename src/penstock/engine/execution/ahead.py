@@ -61,7 +61,7 @@ class Guesser(Protocol):
     """Guesses from a step and from drafts, and keeps KV of its own."""
 
     max_position: int
-    taps: tuple[int, ...]  # of the target, see `Drafting`
+    taps: tuple[int, ...]  # of the target, see `DraftMaker`
     attention: Attention  # over its own layers; perhaps the target's
     target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: ids are equal
 

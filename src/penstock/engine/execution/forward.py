@@ -78,7 +78,7 @@ class LayerOp(NamedTuple):
     label: str
 
 
-class Drafting(Protocol):
+class DraftMaker(Protocol):
     """What makes drafts from a step, as its pass sees it."""
 
     @property
@@ -98,7 +98,7 @@ class Forward:
         attention: Attention,
         pending: Tensor,
         begin: Callable[[], None] = lambda: None,
-        drafting: Drafting | None = None,
+        maker: DraftMaker | None = None,
     ) -> None:
         """`begin` is called first in every pass, on the compute thread."""
         self.model = model
@@ -106,8 +106,8 @@ class Forward:
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
         self._pending = pending
-        self._drafting = drafting
-        self.blanks = drafting is not None
+        self._maker = maker
+        self.blanks = maker is not None
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""
@@ -116,12 +116,12 @@ class Forward:
             LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}")
             for i in range(self.model.config.num_layers)
         ]
-        if self._drafting is not None:
-            for layer in sorted(self._drafting.taps, reverse=True):
+        if self._maker is not None:
+            for layer in sorted(self._maker.taps, reverse=True):
                 ops.insert(1 + layer, LayerOp(partial(self._tap, flow), (0, 0), "tap"))
         ops.append(LayerOp(partial(self._head, flow), (0, 0), "head"))
-        if self._drafting is not None and is_decode:
-            ops.append(LayerOp(partial(self._drafting.blank, flow), (0, 0), "blank"))
+        if self._maker is not None and is_decode:
+            ops.append(LayerOp(partial(self._maker.blank, flow), (0, 0), "blank"))
         return ops
 
     def _embed(self, flow: Flow) -> None:
