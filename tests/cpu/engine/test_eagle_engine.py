@@ -40,6 +40,9 @@ test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not = (
     heads.test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not
 )
 test_blocks_of_another_head_are_not_found = heads.test_blocks_of_another_head_are_not_found
+test_what_is_decoded_while_nothing_is_drafted_is_left_out = (
+    heads.test_what_is_decoded_while_nothing_is_drafted_is_left_out
+)
 
 TAPS = (0, 2, 3)  # of three layers: the embedding, an inner state, and the last output
 

@@ -180,6 +180,27 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
 # ----------------------------------------------------------------------------------- while nothing is drafted
 
 
+def test_what_is_decoded_while_nothing_is_drafted_is_left_out(pair: Any, prompts: Prompts) -> None:
+    """The head's KV of it is blank, that of the prompt is not, and drafts that begin later change no
+    answer."""
+    plain, engine = pair()
+    right = generate(plain, prompts(20), max_tokens=60)
+    engine.parts.arena.tensor.fill_(0.5)  # as if others had used it before
+    speculation = forced(engine, is_on=False)
+    found = submit(engine, prompts(20), max_tokens=60)
+    while len(found.tokens) < 30:
+        engine.step()
+    engine.parts.lanes[0].drain()
+    table = engine.parts.scheduler.running.requests[found.request_id].table
+    slots = torch.from_numpy(table.slots(48).astype("int64"))
+    own = pass_of(engine, DraftPass).drafts.guesser.attention.arena[:, -1][slots]
+    rows = own.permute(0, 2, 1, 3, 4).flatten(0, 1).flatten(1)  # by token
+    assert rows[:20].any(dim=1).all() and not rows[20:48].any()
+    speculation.is_on = True
+    run_all(engine)
+    assert_same(found, right)
+
+
 @pytest.mark.parametrize("block_tokens", [8, 16])
 @pytest.mark.parametrize("num_drafts", [1, 15, 16])
 def test_an_engine_is_made_warm_with_any_number_of_drafts(
