@@ -29,7 +29,10 @@ ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 
 # Built-in models: the one with weights, and those for dummy weights (`models.registry` has their dimensions).
 EMBEDDED = "smollm2-135m"
-DUMMIES = ("qwen3-4b", "qwen3-0.6b", "qwen3-30b-a3b", "tiny-qwen3", "tiny-qwen3-moe", "tiny-llama")
+DUMMIES = (
+    *("qwen3-4b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-4b", "qwen3.5-35b-a3b"),
+    *("tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3.5", "tiny-llama"),
+)
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")  # what clients write as `model`
 _NAME_RULE = "letters, digits and ._:/@+-, at most 128, a letter or digit first"

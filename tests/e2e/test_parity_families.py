@@ -109,9 +109,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def their_model(name: str, rope: dict[str, Any] | None = None, **fields: Any) -> Any:
+def their_model(
+    name: str, rope: dict[str, Any] | None = None, model: str | None = None, **fields: Any
+) -> Any:
     """Random weights of `transformers`; norms and biases are moved off what they begin with, so that leaving
-    one out shows."""
+    one out shows. `model`: its name, if its config has another."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     usual = {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}
     usual |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
@@ -120,14 +122,14 @@ def their_model(name: str, rope: dict[str, Any] | None = None, **fields: Any) ->
         **{**sizes, **usual, "rope_parameters": parameters, **fields}
     )
     torch.manual_seed(0)
-    model = getattr(TRANSFORMERS, f"{name}ForCausalLM")(config)
+    made = getattr(TRANSFORMERS, f"{model or name}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in made.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.mul_(6)
-    return model.eval()
+    return made.eval()
 
 
 def save(reference: Any, directory: Path) -> Path:

@@ -15,13 +15,15 @@ from penstock.models.model import ModelConfig
 
 
 class ContiguousKv:
-    """Implements `PagedKv` for one sequence. `begin` binds it to a step's positions, which must continue
-    where the last step ended."""
+    """Implements `PagedKv` and `RecurrentStates` for one sequence. `begin` binds it to a step's positions,
+    which must continue where the last step ended."""
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self._config, self._rope = config, rope
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}  # by recurrent layer: those of its convolution
+        self._states: dict[int, Tensor] = {}
         self._positions = torch.empty(0, dtype=torch.int32)
         self.num_tokens = 0
 
@@ -64,6 +66,27 @@ class ContiguousKv:
             q.transpose(0, 1), keys, values, attn_mask=visible, scale=self._config.scale
         )
         return out.transpose(0, 1).reshape(len(q), -1)
+
+    def advance(self, layer: int, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Token by token."""
+        dims = self._config.recurrence
+        assert dims is not None
+        shape = (dims.num_value_heads, dims.key_dim, dims.value_dim)
+        before = self._inputs.get(layer, qkv.new_zeros(dims.window - 1, dims.qkv_width))
+        state, inputs = self._states.get(layer, qkv.new_zeros(shape)), torch.cat((before, qkv))
+        found = []
+        for token in range(len(qkv)):
+            mixed = F.silu((inputs[token : token + dims.window] * conv[:, 0].t()).sum(0))
+            q, k, v = mixed.split([dims.num_key_heads * dims.key_dim] * 2 + [dims.out_width])
+            q, k = (F.normalize(x.view(dims.num_key_heads, -1), dim=1, eps=1e-3) for x in (q, k))
+            shared = dims.num_value_heads // dims.num_key_heads
+            q, k = (x.repeat_interleave(shared, dim=0) for x in (q * dims.key_dim**-0.5, k))
+            state = state * decay[token].exp()[:, None, None]
+            change = v.view(-1, dims.value_dim) - torch.einsum("hkv,hk->hv", state, k)
+            state = state + torch.einsum("hk,hv->hkv", k, change * beta[token][:, None])
+            found.append(torch.einsum("hkv,hk->hv", state, q))
+        self._inputs[layer], self._states[layer] = inputs[len(qkv) :], state
+        return torch.stack(found)
 
 
 @torch.inference_mode()

@@ -75,7 +75,7 @@ def tiny_config(
 def block_bytes(model: str, block_tokens: int) -> int:
     """Of a built-in model, in float32."""
     dims = BUILT_IN[model]
-    return 2 * dims.num_layers * dims.num_kv_heads * dims.head_dim * block_tokens * 4
+    return 2 * dims.num_kv_layers * dims.num_kv_heads * dims.head_dim * block_tokens * 4
 
 
 _ASKED = ("id", "residency", "pins", "session", "hint", "priority", "route")  # fields of a Submission

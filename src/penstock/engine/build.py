@@ -36,16 +36,18 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
-from penstock.engine.execution.passes import Pass, PoisonPass, StepLimits
+from penstock.engine.execution.passes import Pass, PoisonPass, StatePass, StepLimits
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
 from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.states import StateSlots
 from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
 from penstock.engine.parts import EngineParts
+from penstock.engine.recurrent import for_recurrent
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
@@ -68,7 +70,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
-from penstock.models.model import LayerOps, ModelConfig
+from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
 from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -269,6 +271,7 @@ def _models(setup: _Setup) -> _Models:
     config, device = setup.config, setup.device
     _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
+    config = setup.config = for_recurrent(config, loaded.model.config)
     proposer = _head(config, loaded.model) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
@@ -327,7 +330,8 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         max_request_drafts=drafts,
         num_ahead=0 if models.proposer is None else drafts,
         num_layers=models.group.layout.num_layers,
-        target_layers=dims.num_layers,
+        target_layers=dims.num_kv_layers,
+        state_layers=0 if dims.recurrence is None else len(dims.recurrence.layers),
     )
     return _Sizes(max_model_len, replace(budget, division=division), residency, limits)
 
@@ -340,7 +344,7 @@ def _executor(
     grammars: Grammars,
     adapters: AdapterStore,
 ) -> Executor:
-    """The passes of a step. One for other layers (experts, recurrent state) is one more in the list."""
+    """The passes of a step. One for other layers is one more in the list."""
     limits, guard = sizes.limits, storage.guard
     target, dims, lane = models.target, models.dims, setup.lane("compute")
     uploads = Uploads(setup.device, lane)
@@ -348,7 +352,7 @@ def _executor(
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
     masks = Masks(grammars, limits.max_batch, lane)
     part = _target_part(storage.arena, target, models.own_dims)
-    own_layers = target.config.num_layers
+    own_layers = target.config.num_kv_layers
     attention = _attention(*part, target.rope, own_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
@@ -356,11 +360,13 @@ def _executor(
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    forward = Forward(target, attention, sampler.pending, begin, drafts)
+    slots = _state_slots(dims.recurrence, limits.max_batch, setup.device)
+    forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
+        None if slots is None else StatePass(slots),
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
         paged,
@@ -375,15 +381,25 @@ def _executor(
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
-    buckets = _buckets(setup.config, limits, setup.device)
-    return Replays(
-        lane,
-        forward,
-        packer,
-        inputs,
-        buckets,
-        lambda: (sampler.pending, forward.model.rope, forward.attention.arena),
-    )
+    buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
+    return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
+
+
+def _state_slots(dims: Recurrence | None, num_rows: int, device: torch.device) -> StateSlots | None:
+    """None: every layer attends."""
+    if dims is None:
+        return None
+    needed, free = _state_bytes(dims, num_rows), free_bytes(device)
+    if needed > free:
+        raise ConfigError(
+            f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} GiB of {device.type} memory are free"
+        )
+    return StateSlots(dims, num_rows, device)
+
+
+def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
+    return 0 if dims is None else (num_rows + 1) * len(dims.layers) * dims.layer_bytes
 
 
 def _paged(
@@ -421,6 +437,7 @@ def check_ahead(config: Config) -> None:
     device = device_for(config)
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
+    config = for_recurrent(config, facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
     if config.speculation.kind == "eagle":
         draft_dims = _eagle_dims(config, facts.config)
@@ -490,7 +507,7 @@ def layout_for(
 ) -> BlockLayout:
     """`draft`: the dimensions of a proposer with dimensions of its own, if known already."""
     dtype = str(_dtype(config, device)).removeprefix("torch.")
-    num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # the head's own layer
+    num_layers = dims.num_kv_layers + (config.speculation.kind == "mtp")  # the head's own layer
     if config.speculation.kind == "eagle":
         draft = draft or _eagle_dims(config, dims)
     elif config.speculation.kind == "draft":
@@ -554,7 +571,10 @@ def _working_bytes(config: Config, model: Decoder) -> float:
         per_token += 9 * c.hidden * model.dtype.itemsize
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
-    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
+    states = _state_bytes(c.recurrence, config.engine.max_batch)
+    if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
+        per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
+    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
 
 
 def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
@@ -623,10 +643,11 @@ def _max_model_len(
 ) -> int:
     """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
-    is_windowed, offloads = any(dims.windows), config.offload.enabled and config.kv.prefix_cache
-    unpaged = "a model with sliding windows is not paged out"
-    if resident is not None and (is_windowed or not offloads):
-        why = unpaged if is_windowed else "paging needs --kv-offload and a prefix cache"
+    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
+    offloads = config.offload.enabled and config.kv.prefix_cache
+    unpaged = f"a model with {kind} is not paged out"
+    if resident is not None and (kind or not offloads):
+        why = unpaged if kind else "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
     fits = takes = num_blocks * size if whole else dims.max_position
@@ -644,6 +665,7 @@ def _max_model_len(
             takes < wanted <= fits,
             f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
         ),
+        (is_over and kind, f"{raising}: {unpaged}"),
         (
             is_over and not offloads,
             f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
@@ -652,7 +674,6 @@ def _max_model_len(
             is_over and num_blocks < FEWEST_RESIDENT,
             f"{raising}: a paged-out sequence needs {FEWEST_RESIDENT} device blocks",
         ),
-        (is_over and is_windowed, f"{raising}: {unpaged}"),
         (is_over and lacks_host, f"{too_long}, nor can it be paged out: {held}"),
     ):
         if is_refused:
@@ -715,7 +736,7 @@ def _target_part(
     dims = model.config
     if own_dims is not None:
         return arena.tensor[:, : dims.num_layers], dims
-    if arena.layout.num_layers > dims.num_layers:
+    if arena.layout.num_layers != dims.num_layers:  # a head's layer, or layers without KV
         dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
     return arena.tensor, dims
 

@@ -4,8 +4,8 @@ how it runs. Owns what architectures share, including refusals; each has a file 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder, DecoderLayer
@@ -21,6 +21,9 @@ MAX_POSITION = 1 << 22
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
+_InFile = TypeVar("_InFile", bound="FileTensor")
+
+
 class TensorSpec(NamedTuple):
     """One tensor as safetensors files of an architecture have it."""
 
@@ -34,6 +37,7 @@ class WeightSpec(NamedTuple):
     name: str
     parts: tuple[TensorSpec, ...]
     num_slots: int = 0  # 0: one tensor without slots
+    exact: bool = False  # float32, whatever the model is in
 
     @property
     def shape(self) -> Shape:
@@ -49,6 +53,16 @@ class WeightSpec(NamedTuple):
         """The parts of each slot; all of them where there are none."""
         size = len(self.parts) // max(1, self.num_slots)
         return (self.parts[first : first + size] for first in range(0, len(self.parts), size))
+
+
+class FileTensor(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def matrix(self, first: int, num_rows: int) -> Self:
+        """Some rows of it, where all dimensions but the last are rows."""
 
 
 def stack(name: str, *parts: tuple[str, *Shape]) -> WeightSpec:
@@ -69,6 +83,7 @@ class Architecture:
 
     name: str  # `ModelConfig.architecture`, `model_type` in config.json
     config_name: str  # in `architectures` of config.json
+    other_config_names: tuple[str, ...] = ()  # of the same model
     # the biases of ModelConfig that `attention_bias` and `mlp_bias` of config.json turn on
     attention_biases: tuple[str, ...] = ()
     mlp_biases: tuple[str, ...] = ()
@@ -133,6 +148,18 @@ class Architecture:
     ) -> Decoder:
         kinds = [self.layer_kind(config, index) for index in range(config.num_layers)]
         return Decoder(config, weights, ops, digest, kinds)
+
+    def laid_out(self, stored: Mapping[str, _InFile]) -> Mapping[str, _InFile]:
+        """The tensors of files by the names of `layout`, without those that are not for this model."""
+        return stored
+
+    def unread(self, names: Iterable[str]) -> Iterator[str]:
+        """What `laid_out` leaves out of tensors with these names, in words."""
+        return iter(())
+
+    def dummy_value(self, name: str) -> float:
+        """The values of a vector of the model with random weights."""
+        return 0.0 if name.endswith("_bias") else 1.0
 
     def is_redundant(self, tensor: str, config: ModelConfig) -> bool:
         """Old files store the rotary frequencies, and some repeat a tied output matrix; both can be

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,16 +41,21 @@ class DecoderLayer:
     @classmethod
     def make(cls, index: int, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps) -> Self:
         """`weights` are changed in place. One that no field takes is an error."""
-        if (order := row_order(config)) is not None:
-            for tensor in (weights[name] for name in ("qkv", "qkv_bias") if name in weights):
-                if isinstance(tensor, Matrix):
-                    tensor.reorder(order)
-                else:
-                    tensor.copy_(tensor[order.to(tensor.device)])
+        for name, order in cls.row_orders(config).items():
+            if isinstance(tensor := weights.get(name), Matrix):
+                tensor.reorder(order)
+            elif tensor is not None:
+                tensor.copy_(tensor[order.to(tensor.device)])
         return cls(index=index, eps=config.norm_eps, ops=ops, **weights)
 
+    @classmethod
+    def row_orders(cls, config: ModelConfig) -> Mapping[str, Tensor]:
+        """By name: the rows of the tensors that files have in another order."""
+        order = row_order(config)
+        return {} if order is None else {"qkv": order, "qkv_bias": order}
+
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
+        self, hidden: Tensor, residual: Tensor | None, kv: Any, lora: LoraRuns | None
     ) -> tuple[Tensor, Tensor]:
         """The next (hidden, residual); see `Decoder.layer`."""
         q, k, v, residual = self.project(hidden, residual, kv, lora)
@@ -113,7 +118,10 @@ class Decoder:
         self.embedding: Weight = weights["embed"]
         self.norm: Tensor = weights["norm"]
         self.output: Weight = self.embedding if config.tied_embeddings else weights["head"]
-        self.dtype, self.device = self.norm.dtype, self.norm.device
+        # norms may be in float32 whatever the model is in
+        table = self.embedding
+        self.dtype = self.norm.dtype if isinstance(table, Matrix) else table.dtype
+        self.device = self.norm.device
         # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
         self.rope = rope_table(config).to(self.device)
         self.layers: list[DecoderLayer] = []
@@ -128,11 +136,12 @@ class Decoder:
         return table.rows(tokens) if isinstance(table, Matrix) else F.embedding(tokens, table)
 
     def layer(
-        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None = None
+        self, index: int, hidden: Tensor, residual: Tensor | None, kv: Any, lora: LoraRuns | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One layer. The residual stream is carried beside `hidden` so that the add and the next norm are one
-        pass; `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns
-        the next (hidden, residual), the former perhaps in shares (`LayerOps.linear_shares`)."""
+        """One layer, over `kv`: a `PagedKv`, or `RecurrentStates` if the layer is recurrent. The residual
+        stream is carried beside `hidden` so that the add and the next norm are one pass; `residual` is None
+        before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden,
+        residual), the former perhaps in shares (`LayerOps.linear_shares`)."""
         return self.layers[index].forward(hidden, residual, kv, lora)
 
     def project(

@@ -27,13 +27,15 @@ class RoutedLayer(DecoderLayer):
     """A layer whose MLP is the sum of a token's experts and, if there is one, an expert that every token runs
     through. Adapters change only its attention."""
 
-    experts: Experts
+    experts: Experts | None  # None: this layer has one MLP
     gate_up: Weight = None  # of the shared expert
     down: Weight = None
     shared_gate: Weight = None  # [1, hidden]: the sigmoid of its product weighs the shared expert
 
     @classmethod
     def make(cls, index: int, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps) -> Self:
+        if "router" not in weights:
+            return super().make(index, config, {**weights, "experts": None}, ops)
         assert config.routing is not None
         own, device = dict(weights), weights["ffn_norm"].device
         slots = torch.arange(config.routing.num_experts, dtype=torch.int32, device=device)
@@ -42,6 +44,8 @@ class RoutedLayer(DecoderLayer):
         return super().make(index, config, {**own, "experts": experts}, ops)
 
     def mlp(self, x: Tensor, lora: LoraRuns | None) -> Tensor:
+        if self.experts is None:
+            return super().mlp(x, lora)
         shared = None
         if self.gate_up is not None:
             shared = self.ops.linear(self.ops.gated(x, self.gate_up), self.down)
@@ -93,7 +97,7 @@ class RoutedArchitecture(Architecture):
         config = super().parse_config({key: raw[key] for key in raw if key not in _COUNTS}, where)
         return dataclasses.replace(config, routing=self.routing(Fields(raw, where), config))
 
-    def routing(self, fields: Fields, config: ModelConfig) -> Routing:
+    def routing(self, fields: Fields, config: ModelConfig) -> Routing | None:
         counts = {name: fields.count(name, most=_MAX_EXPERTS) for name in _COUNTS if fields.is_set(name)}
         fields.need(len(set(counts.values())) <= 1, f"{' and '.join(_COUNTS)} differ: {counts}")
         num = next(iter(counts.values())) if counts else fields.count(self.count)

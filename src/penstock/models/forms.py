@@ -30,7 +30,8 @@ _HEAD_ROWS = 4  # oneDNN multiplies so many rows in less time than fewer
 _DEPTH = 16  # the product of 8 bits reads rows of weights by so many values, and behind the end of others
 _EVERY = 1 << 30  # rows: more than any product has
 _TILE_ROWS = 16  # of a product in the wide form whose sums must not depend on their number
-_EXACT = ("router", "shared_gate")  # endings of names: few values, whose rounding would change choices
+# endings of names: few values, whose rounding would change choices, or how long a state lasts
+_EXACT = ("router", "shared_gate", ".gates", ".conv")
 _PACKED_ROWS = 1024  # packed at a time, as 32-bit numbers: a multiple of every CPU's tile of rows
 
 

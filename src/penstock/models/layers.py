@@ -41,7 +41,7 @@ class TorchLayerOps:
             if x.is_cpu and x.numel() == x.shape[-1]:
                 return _norm_one_row(x, weight, eps)
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
-        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+        return (F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + x
@@ -130,7 +130,17 @@ def rope_table(config: ModelConfig) -> Tensor:
 
 
 def row_order(config: ModelConfig) -> Tensor | None:
-    """The rows of q, k and v in the order in which a model has them; None: as files have them.
+    """The rows of q, k and v in the order in which a model has them; None: as files have them."""
+    head = head_order(config)
+    if head is None:
+        return None
+    rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
+    rotated = config.num_heads + config.num_kv_heads
+    return torch.cat((rows[:rotated, head], rows[rotated:])).flatten()
+
+
+def head_order(config: ModelConfig) -> Tensor | None:
+    """The values of a head of q or k, in the same way.
 
     Where a part of each head turns, files have its first half, its second half, and behind them what stands
     still. The kernels turn value i with value i + head_dim / 2, so half of what stands still goes behind the
@@ -142,7 +152,4 @@ def row_order(config: ModelConfig) -> Tensor | None:
     first, second, still = torch.arange(config.head_dim).split(
         (turning, turning, config.head_dim - 2 * turning)
     )
-    head = torch.cat((first, still[: half - turning], second, still[half - turning :]))
-    rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
-    rotated = config.num_heads + config.num_kv_heads
-    return torch.cat((rows[:rotated, head], rows[rotated:])).flatten()
+    return torch.cat((first, still[: half - turning], second, still[half - turning :]))

@@ -174,7 +174,7 @@ def inspect_model(source: ModelSource, max_model_len: int | None = None) -> Mode
                 config = read_config(path)
                 tokenizer = load_tokenizer(path, config)
                 read_sampling(path)
-                files, _ = open_tensors(path, config, stack)
+                files, *_ = open_tensors(path, config, stack)
             else:
                 files = [stack.enter_context(WeightFile(path))]
                 gguf = GgufModel(files[0])

@@ -26,6 +26,33 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The layers that keep a state of fixed size instead of KV: a gated delta rule behind a convolution over
+    time. Several value heads share a key head."""
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of one head
+    value_dim: int
+    window: int  # tokens that the convolution sees
+    interleaved: bool = False  # files have the rows of all projections key head by key head
+
+    @property
+    def qkv_width(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.out_width
+
+    @property
+    def out_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def layer_bytes(self) -> int:
+        """The float32 state of one request in one layer."""
+        return 4 * ((self.window - 1) * self.qkv_width + self.key_dim * self.out_width)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Dimensions of a decoder-only transformer."""
 
@@ -51,6 +78,7 @@ class ModelConfig:
     # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
     windows: tuple[int, ...] = ()
     routing: Routing | None = None  # None: every layer has one MLP
+    recurrence: Recurrence | None = None  # None: every layer attends
 
     def settled(self, max_model_len: int | None) -> ModelConfig:
         """For sequences of at most `max_model_len` tokens. None: the model's default."""
@@ -64,6 +92,11 @@ class ModelConfig:
     def default_len(self) -> int:
         """Tokens of a sequence by default."""
         return self.context or self.max_position
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Those that attend."""
+        return self.num_layers - (0 if self.recurrence is None else len(self.recurrence.layers))
 
     @property
     def scale(self) -> float:
@@ -119,6 +152,16 @@ class PagedKv(Protocol):
         """Causal attention of each request's tokens over its own cached KV, within the layer's window.
         Returns [T, num_heads * head_dim]. `k` and `v` are this step's own, as returned by `rotate_and_write`;
         a backend may read them from there instead of the cache."""
+
+
+class RecurrentStates(Protocol):
+    """The states of recurrent layers as one step sees them: bound to the step's tokens and rows by the
+    executor."""
+
+    def advance(self, layer: int, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Run each request's tokens through its state, which is changed in place. `qkv` [T, qkv_width] are
+        inputs of the convolution `conv` [qkv_width, 1, window]; `decay` (its logarithm) and `beta` are [T,
+        num_value_heads]. Returns float32 [T, num_value_heads, value_dim]."""
 
 
 class LayerOps(Protocol):

@@ -17,7 +17,10 @@ from penstock.models.phi3 import Phi3
 from penstock.models.qwen2 import Qwen2
 from penstock.models.qwen2_moe import Qwen2Moe
 from penstock.models.qwen3 import QWEN3_0_6B, QWEN3_4B, TINY_QWEN3, Qwen3
+from penstock.models.qwen3_5 import QWEN3_5_4B, TINY_QWEN3_5, Qwen35
+from penstock.models.qwen3_5_moe import QWEN3_5_35B_A3B, Qwen35Moe
 from penstock.models.qwen3_moe import QWEN3_30B_A3B, TINY_QWEN3_MOE, Qwen3Moe
+from penstock.models.qwen3_next import Qwen3Next
 from penstock.models.rotary import RopeFactors
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -28,6 +31,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen2Moe(),
     Qwen3(),
     Qwen3Moe(),
+    Qwen3Next(),
+    Qwen35(),
+    Qwen35Moe(),
     Phi3(),
 )
 
@@ -37,8 +43,11 @@ BUILT_IN: Mapping[str, ModelConfig] = {
     "qwen3-4b": QWEN3_4B,
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3.5-4b": QWEN3_5_4B,
+    "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
     "tiny-qwen3": TINY_QWEN3,
     "tiny-qwen3-moe": TINY_QWEN3_MOE,
+    "tiny-qwen3.5": TINY_QWEN3_5,
     "tiny-llama": TINY_LLAMA,
 }
 
@@ -54,7 +63,7 @@ def layout(config: ModelConfig) -> tuple[WeightSpec, ...]:
 
 def parse_config(raw: Json, where: str) -> ModelConfig:
     """The dimensions in a parsed config.json; `where` names it in errors."""
-    known = {architecture.config_name: architecture for architecture in ARCHITECTURES}
+    known = {name: one for one in ARCHITECTURES for name in (one.config_name, *one.other_config_names)}
     names = raw.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelError(f"{where} does not name its architecture; supported are {', '.join(known)}")

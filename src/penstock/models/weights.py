@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -29,6 +30,8 @@ from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, pie
 from penstock.models.model import ModelConfig, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, layout
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
@@ -56,7 +59,9 @@ def load_directory(
     """The model's tensors on `device` in `dtype`, matrices in `forms` if given. Every byte is read once,
     hashed, and copied to its final place."""
     with ExitStack() as stack:
-        files, stored = open_tensors(directory, config, stack)
+        files, stored, unread = open_tensors(directory, config, stack)
+        for what in unread:
+            log.warning("%s: not read: %s; only text is served", directory, what)
         _check_tied(stored, config, directory)
         order = [part.name for weight in layout(config) for part in weight.parts]
         reading = stack.enter_context(
@@ -83,8 +88,9 @@ def load_directory(
 
 def open_tensors(
     directory: Path, config: ModelConfig, stack: ExitStack
-) -> tuple[list[WeightFile], dict[str, StoredTensor]]:
-    """The files of the weights, open until `stack` ends, and their tensors, which are those of the model."""
+) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
+    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
+    what else they have, in words."""
     files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
     stored: dict[str, StoredTensor] = {}
     for file in files:
@@ -92,8 +98,10 @@ def open_tensors(
         if twice := [name for name in tensors if name in stored]:
             raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
         stored |= tensors
-    check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
-    return files, stored
+    architecture = architecture_of(config)
+    own = architecture.laid_out(stored)
+    check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, config, directory)
+    return files, own, list(architecture.unread(stored))
 
 
 def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path) -> None:
@@ -156,12 +164,14 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
         room.fill(rows, values.reshape(-1, room.shape[1]).float())
     else:
         room = torch.atleast_2d(room)
-        room[rows].copy_(values.reshape(-1, room.shape[1]))
+        room[rows].copy_(values.reshape(-1, *room.shape[1:]))
 
 
 def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32
     products of a few rows take half the time so; embeddings are looked up by row and stay row-major."""
+    if weight.exact:
+        return torch.empty(weight.shape, dtype=torch.float32, device=device)
     if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) > 1 and weight.name != "embed":
         *slots, rows, width = weight.shape
         return torch.empty(*slots, width, rows, dtype=dtype).mT
@@ -170,7 +180,7 @@ def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -
 
 def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weight:
     """Room on the CPU for one tensor of a model whose matrices are in `forms`."""
-    if len(weight.shape) == 1:
+    if weight.exact or len(weight.shape) == 1:
         return torch.empty(weight.shape, dtype=torch.float32)
     name, shape, tied = weight.name, weight.shape[-2:], config.tied_embeddings
     if weight.num_slots:
@@ -243,6 +253,12 @@ class StoredTensor(NamedTuple):
         """Where some of its rows are; it has `num_rows`."""
         row_bytes = self.num_bytes // num_rows
         return FilePiece(self.file, self.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+
+    def matrix(self, first: int, num_rows: int) -> StoredTensor:
+        """Some rows of it, where all dimensions but the last are rows."""
+        row_bytes = self.num_bytes // math.prod(self.shape[:-1])
+        place = self.start + first * row_bytes, num_rows * row_bytes
+        return StoredTensor(self.file, self.dtype, (num_rows, self.shape[-1]), *place)
 
     def floats(self, rows: slice) -> Tensor:
         """Some rows of a matrix as float32."""
@@ -380,7 +396,7 @@ def dummy_weights(
     for weight in each_weight(config, "making random weights", progress):
         tensor = empty_weight(weight, device, dtype)
         if tensor.dim() == 1:
-            tensor.fill_(0.0 if weight.name.endswith("_bias") else 1.0)
+            tensor.fill_(architecture_of(config).dummy_value(weight.name))
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
         weights[weight.name] = tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.models.llama import TINY_LLAMA
 from penstock.models.model import ModelConfig, Routing
 from penstock.models.qwen3 import TINY_QWEN3
+from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.models.qwen3_moe import TINY_QWEN3_MOE
 from penstock.models.registry import architecture_of, layout
 from penstock.models.rotary import RopeScaling
@@ -28,6 +29,7 @@ __all__ = [
     "TINY_MIXTRAL",
     "TINY_QWEN2_MOE",
     "TINY_QWEN3",
+    "TINY_QWEN3_5",
     "TINY_QWEN3_MOE",
     "tiny_tensors",
     "tiny_tokenizer",
@@ -169,6 +171,12 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
         fields["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     if config.routing is not None:
         fields |= _routing_fields(config)
+    if (dims := config.recurrence) is not None:
+        kinds = ["full_attention", "linear_attention"]
+        fields["layer_types"] = [kinds[i in dims.layers] for i in range(config.num_layers)]
+        fields |= {"linear_num_key_heads": dims.num_key_heads, "linear_key_head_dim": dims.key_dim}
+        fields |= {"linear_num_value_heads": dims.num_value_heads, "linear_value_head_dim": dims.value_dim}
+        fields["linear_conv_kernel_dim"] = dims.window
     if config.out_bias:
         fields["attention_bias"] = True
     if config.mlp_bias:

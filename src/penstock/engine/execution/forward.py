@@ -3,20 +3,23 @@ eagerly or captured."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.execution.attention import Attention, Partial
-from penstock.engine.execution.batch import StepInputs
+from penstock.engine.execution.batch import Shape, StepInputs
 from penstock.engine.execution.scoring import StepScores
+from penstock.engine.execution.states import BoundStates, StateSlots
 from penstock.lanes.lane import Op
 from penstock.models.decoder import Decoder
 from penstock.models.lora import LoraRuns
+from penstock.models.model import ModelConfig
 
 
 class Attending(NamedTuple):
@@ -71,11 +74,63 @@ class Flow:
 
 
 class LayerOp(NamedTuple):
-    """One op of the pass and the layers whose KV it touches."""
+    """One op of the pass, the layers whose KV it touches, and those whose states."""
 
     op: Op
     layers: tuple[int, int]
     label: str
+    states: tuple[int, int] = (0, 0)
+
+
+class LayerStore(Protocol):
+    """What one layer keeps of each request."""
+
+    layers: tuple[int, int]  # of KV: its own, or none behind those before it
+    states: tuple[int, int]  # the same of states
+
+    def bound(self, flow: Flow) -> Any:
+        """The view that the layer's `forward` takes."""
+
+
+class KvOfLayer:
+    """Keys and values of its tokens, layer `number` of the blocks."""
+
+    states = (0, 0)
+
+    def __init__(self, attention: Attention, layer: int, number: int) -> None:
+        self._attention, self._shift = attention, number - layer
+        self.layers = number, number + 1
+
+    def bound(self, flow: Flow) -> BoundKv:
+        return BoundKv(self._attention, flow.bound_inputs(), self._shift, flow.scores)
+
+
+class StateOfLayer:
+    """A state of fixed size, layer `number` of the slots."""
+
+    def __init__(self, slots: StateSlots, number: int, num_kv: int) -> None:
+        """`num_kv`: layers with KV before it."""
+        self._slots, self._number = slots, number
+        self.layers, self.states = (num_kv, num_kv), (number, number + 1)
+
+    def bound(self, flow: Flow) -> BoundStates:
+        return BoundStates(self._slots, self._number, flow.bound_inputs())
+
+
+def layer_stores(
+    config: ModelConfig, attention: Attention, slots: StateSlots | None
+) -> tuple[LayerStore, ...]:
+    """By layer."""
+    recurrent = () if config.recurrence is None else config.recurrence.layers
+    stores: list[LayerStore] = []
+    for layer in range(config.num_layers):
+        num_states = bisect.bisect_left(recurrent, layer)
+        num_kv = layer - num_states
+        if slots is not None and layer in recurrent:
+            stores.append(StateOfLayer(slots, num_states, num_kv))
+        else:
+            stores.append(KvOfLayer(attention, layer, num_kv))
+    return tuple(stores)
 
 
 class DraftMaker(Protocol):
@@ -99,9 +154,13 @@ class Forward:
         pending: Tensor,
         begin: Callable[[], None] = lambda: None,
         maker: DraftMaker | None = None,
+        slots: StateSlots | None = None,
     ) -> None:
-        """`begin` is called first in every pass, on the compute thread."""
+        """`begin` is called first in every pass, on the compute thread. `slots`: the states of recurrent
+        layers."""
         self.model = model
+        self.slots = slots
+        self._stores = layer_stores(model.config, attention, slots)
         self._begin = begin
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
@@ -109,12 +168,23 @@ class Forward:
         self._maker = maker
         self.blanks = maker is not None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What every pass uses besides its inputs, at fixed addresses."""
+        slots = () if self.slots is None else self.slots.tensors
+        return self.model.rope, self.attention.arena, *slots
+
+    def captures(self, shape: Shape) -> bool:
+        """Whether steps of this shape can be captured: how prompts run through states depends on their
+        lengths, which a replay does not know."""
+        return self.slots is None or shape.is_decode
+
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""
         ops = [LayerOp(partial(self._embed, flow), (0, 0), "embed")]
         ops += [
-            LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}")
-            for i in range(self.model.config.num_layers)
+            LayerOp(partial(self._layer, flow, i), store.layers, f"layer {i}", store.states)
+            for i, store in enumerate(self._stores)
         ]
         if self._maker is not None:
             for layer in sorted(self._maker.taps, reverse=True):
@@ -148,7 +218,7 @@ class Forward:
 
     def _layer(self, flow: Flow, index: int) -> None:
         assert flow.hidden is not None
-        kv = BoundKv(self.attention, flow.bound_inputs(), scores=flow.scores)
+        kv = self._stores[index].bound(flow)
         flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
     def attend_resident(self, flow: Flow, index: int) -> None:

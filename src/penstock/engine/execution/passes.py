@@ -1,13 +1,14 @@
 """What the passes of a step share. A step is a list of passes, in the order of their ops; each packs its
 inputs, and puts its ops on the lane with the accesses that they make.
 
+    state    clears the states of requests that begin     below
     target   the model's forward, eager or replayed       `target.py`
     paged    layers that stream KV from host memory       `paging.py`, with `scoring.py`
     sample   sampling, masks, prompt logprobs             `sampling.py`
     draft    drafts for the next step                     `ahead.py`
 
-A model with other layers (experts, recurrent state) adds a pass: a class with the methods of `Pass`, and one
-line in `build._executor`. Its state is by row, as the sampler's; scheduler and cache do not change.
+A model with other layers adds a pass: a class with the methods of `Pass`, and one line in `build._executor`.
+Its state is by row, as the sampler's; scheduler and cache do not change.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from penstock.engine.execution.masks import StepMasks
 from penstock.engine.execution.replays import PROMPTS_BESIDE
 from penstock.engine.execution.running_step import Outputs
 from penstock.engine.execution.sampler import NUM_PARAMS, SamplePlan, packed_width
+from penstock.engine.execution.states import StateSlots
 from penstock.lanes.lane import Lane, Op, Replay, Ticket
 from penstock.observe import ByteGuard
 
@@ -34,6 +36,7 @@ from penstock.observe import ByteGuard
 SAMPLER, LAST, ROW_STATE = "sampler rows", (0, 1), (0, 2)
 INPUTS = "replay inputs"
 GRAPHS = "memory of replays"
+STATES = "states"  # by row; their layers are the recurrent ones
 
 
 def only(arena: str, mode: Mode) -> Access:
@@ -57,7 +60,8 @@ class StepLimits:
     max_request_drafts: int = 0  # drafts of one request
     num_ahead: int = 0  # drafts per request that the device makes after a step
     num_layers: int = 0  # layers of a block: those of the target, then those of the draft model
-    target_layers: int = 0
+    target_layers: int = 0  # of these, those of the target
+    state_layers: int = 0
 
     @property
     def max_rows(self) -> int:
@@ -129,6 +133,12 @@ class Step:
         read = Access(arena, packed.read_slots, layers, Mode.READ)
         return read, Access(arena, packed.write_slots, layers, Mode.WRITE)
 
+    def states(self, layers: tuple[int, int]) -> tuple[Access, ...]:
+        """Reads and writes of the states of the step's requests."""
+        if layers[0] == layers[1]:
+            return ()
+        return (Access(STATES, self.packed.row_of, layers, Mode.WRITE),)
+
     def entries(self) -> Sequence[Chunk]:
         """The chunk of each sample; in a replay every chunk has one."""
         chunks: Sequence[Chunk] = self.plan.chunks
@@ -178,3 +188,17 @@ class PoisonPass(Pass):
         if slots:
             access = Access(arena, slots, (0, self._limits.num_layers), Mode.WRITE)
             ops.submit(lambda: self._guard.poison(arena, slots), "poison", [access])
+
+
+class StatePass(Pass):
+    """Clears the state of each request that begins, before anything else of its step: if that fails, so does
+    the step that would have read the state."""
+
+    def __init__(self, slots: StateSlots) -> None:
+        self._slots = slots
+
+    def begin(self, plan: StepPlan, ops: StepOps) -> None:
+        rows = [chunk.row for chunk in plan.chunks if chunk.start == 0]
+        if rows:
+            access = Access(STATES, rows, (0, self._slots.num_layers), Mode.WRITE)
+            ops.submit(lambda: self._slots.clear(rows), "clear states", [access])

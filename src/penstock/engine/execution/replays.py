@@ -219,7 +219,7 @@ class Replays:
         if self.inputs.device.type == "cuda":
             ints = torch.from_numpy(packed.ints)
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
-        ops = [(label, op) for op, _, label in self._forward.ops(flow, bucket.is_decode)]
+        ops = [(one.label, one.op) for one in self._forward.ops(flow, bucket.is_decode)]
         replay = self._record(
             f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}", ops
         )

@@ -32,7 +32,7 @@ class TargetPass(Pass):
         self.attentions = (forward.attention,)
         self._rejected = rejected
         self._paged = paged
-        self._num_layers = forward.model.config.num_layers
+        self._num_layers = forward.model.config.num_kv_layers
 
     def bucket_for(self, plan: StepPlan, arriving: Arriving, lora: LoraRuns | None) -> Shape | None:
         """The shape of the replay that runs the step; None if it runs op by op."""
@@ -62,10 +62,10 @@ class TargetPass(Pass):
         ops.submit(upload, "upload", [step.staged[1]])
         self._submit_place(step)
         others = {"embed": (_embed_access(packed),), "blank": self._blank_accesses(step)}
-        for op, layers, label in self.forward.ops(flow, packed.shape.is_decode):
+        for op, layers, label, states in self.forward.ops(flow, packed.shape.is_decode):
             ops.wait_layers(layers[1])
             if layers[0] == layers[1]:
-                ops.submit(op, label, others.get(label, ()))
+                ops.submit(op, label, others.get(label, step.states(states)))
             elif packed.paged and self._paged is not None:
                 self._paged.submit_layer(step, layers[0])
             else:
@@ -85,7 +85,8 @@ class TargetPass(Pass):
         self._submit_place(step)
         ops.wait_layers(self._num_layers)  # a replay cannot wait inside
         others = _embed_access(step.packed), only(INPUTS, Mode.READ), only(GRAPHS, Mode.WRITE)
-        ops.replay(captured.replay, (*step.kv((0, self._num_layers)), *others, *self._blank_accesses(step)))
+        kept = *step.kv((0, self._num_layers)), *step.states((0, step.limits.state_layers))
+        ops.replay(captured.replay, (*kept, *others, *self._blank_accesses(step)))
 
     def _submit_place(self, step: Step) -> None:
         """If the step before had drafts, this step's rows begin after the accepted ones. Only the device

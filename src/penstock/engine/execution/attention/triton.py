@@ -87,6 +87,20 @@ TUNING = {
     ),
     4: Tuning(_EXACT_DECODE, _EXACT_DECODE, _EXACT_DECODE, _EXACT, _EXACT, _EXACT),
 }
+# The same for heads of more than 128 values: fewer keys at a time, so that tiles fit into a multiprocessor's
+# memory (compiled for it, not measured).
+WIDE_HEAD = 128
+WIDE_TUNING = {
+    2: Tuning(
+        decode=Tile(16, 32, 4, 3),
+        decode_even=Tile(16, 64, 2, 2),
+        decode_many=Tile(16, 32, 2, 2),
+        short=Tile(64, 32, 4, 2),
+        long=Tile(64, 64, 8, 2),
+        deep=Tile(64, 64, 8, 2),
+    ),
+    4: TUNING[4],
+}
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
 GATHER_TOKENS = 8
@@ -220,7 +234,10 @@ class TritonAttention:
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
         self._rope = rope
         self._prefill, self._fused, tuning, self._fused_sizes = choices
-        self._tuning = tuning or TUNING[arena.element_size()]
+        is_wide = config.head_dim > WIDE_HEAD
+        self._tuning = tuning or (WIDE_TUNING if is_wide else TUNING)[arena.element_size()]
+        if is_wide and self._prefill == "auto":
+            self._prefill = "triton"  # cuDNN takes such heads in some versions only
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
         # the eager step being launched and its groups, by window
         self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None
@@ -507,7 +524,7 @@ class TritonAttention:
         """Let cuDNN build its plan for this shape now, so that "auto" can use it later without a pause. cuDNN
         keeps plans per thread. `num_past` 0: for tokens among themselves."""
         sizes, values = self._sizes, self._values[0]
-        if values.element_size() != 2 or not values.is_cuda:
+        if values.element_size() != 2 or not values.is_cuda or self._prefill == "triton":
             return
         q = values.new_zeros(q_len, sizes.num_heads, sizes.head_dim)
         keys = values.new_zeros(num_past or q_len, sizes.num_kv_heads, sizes.head_dim)

@@ -1,0 +1,77 @@
+"""The states of recurrent layers: one slot for each row of device state, float32, at fixed addresses. Owns
+them, and how the tokens of a step run through them.
+
+    slot of one row:  [layer][the last inputs of the convolution | the matrix of each head]
+
+A request has the slot of its row. Its first chunk clears the slot, and every later chunk continues from it,
+in the order of the compute lane. So whatever becomes of a request, the next one in its row clears the slot
+after the last step that used it. Padding has a slot of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.execution.batch import StepInputs
+from penstock.models.delta_rule import convolved, heads_of, many_steps, one_step
+from penstock.models.model import Recurrence
+
+
+class StateSlots:
+    """The memory: a slot for each of `num_rows` rows, and one for padding."""
+
+    def __init__(self, dims: Recurrence, num_rows: int, device: torch.device) -> None:
+        self.dims = dims
+        self.num_layers = len(dims.layers)
+        shape = (self.num_layers, num_rows + 1)
+        head = (dims.num_value_heads, dims.key_dim, dims.value_dim)
+        # Zeros, hence finite: what padding leaves in its slot stays so. On a CPU they take no memory unused.
+        self.windows = torch.zeros(*shape, dims.window - 1, dims.qkv_width, device=device)
+        self.matrices = torch.zeros(*shape, *head, device=device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.windows, self.matrices
+
+    def clear(self, rows: list[int]) -> None:
+        for tensor in self.tensors:
+            for row in rows:  # no index goes to the device
+                tensor[:, row].zero_()
+
+
+class BoundStates:
+    """The slots bound to one step's inputs: the view of a model's layer, which is `number` `layer` of the
+    slots. Implements `RecurrentStates`."""
+
+    __slots__ = ("_inputs", "_number", "_slots")
+
+    def __init__(self, slots: StateSlots, number: int, inputs: StepInputs) -> None:
+        self._slots, self._number, self._inputs = slots, number, inputs
+
+    def advance(self, layer: int, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Decodes together, and each prompt by itself."""
+        inputs, dims = self._inputs, self._slots.dims
+        num, rows = inputs.num_decodes, inputs.rows.long()
+        qkv, found = qkv.float(), qkv.new_zeros(len(qkv), dims.num_value_heads, dims.value_dim).float()
+        parts = [(slice(0, num), rows[:num], 1)] if num else []
+        at = num
+        for chunk, (_, length) in enumerate(inputs.spans, start=num):
+            parts.append((slice(at, at + length), rows[chunk : chunk + 1], length))
+            at += length
+        for own, of_rows, length in parts:
+            shaped = (part[own].unflatten(0, (-1, length)) for part in (qkv, decay, beta))
+            found[own] = self._run(of_rows, length, conv, *shaped).flatten(0, 1)
+        return found
+
+    def _run(
+        self, rows: Tensor, length: int, conv: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """[N, length, ...] of the requests in `rows` -> [N, length, value heads, value_dim]."""
+        windows, matrices = (tensor[self._number] for tensor in self._slots.tensors)
+        mixed, window = convolved(qkv, windows.index_select(0, rows), conv)
+        windows.index_copy_(0, rows, window)
+        heads = heads_of(mixed, decay, beta, self._slots.dims)
+        out, state = (one_step if length == 1 else many_steps)(heads, matrices.index_select(0, rows))
+        matrices.index_copy_(0, rows, state)
+        return out.transpose(1, 2)
