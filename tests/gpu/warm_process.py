@@ -139,7 +139,8 @@ def main(dtype: str, scratch: Path, head: str) -> None:
     known = len(compiled)
     compiled.clear()
     kinds, found = Kinds(engine), {}
-    for name in ("prompts", "sampled", "echoed", "adapted", "returned", *(["drafted"] if head in HEADS else [])):
+    names = ("prompts", "sampled", "echoed", "adapted", "returned", "drafted")
+    for name in names if head in HEADS else names[:-1]:
         gc.collect()
         before, modules = counts(), set(sys.modules)
         getattr(kinds, name)()

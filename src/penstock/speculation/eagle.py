@@ -107,7 +107,7 @@ class EagleHead(DraftHead):
         dims = dataclasses.replace(dims, tied_embeddings=False)
         block = Decoder(dims, {**shared, **weights, "embed": embed}, target.ops, b"", [config.kind])
         super().__init__(block, config.taps, vocab, digest)
-        self.own_dims = dims
+        self.own_dims = self.dims
         self._fc, self._input_norm = weights["fc"], weights.get("input_norm")
 
     def fused(self, tapped: Sequence[Tensor]) -> Tensor:
@@ -208,8 +208,10 @@ def _read_tensors(directory: Path, config: EagleConfig) -> tuple[dict[str, Tenso
         found, data = read_tensors(file)
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
-        for name, tensor in found.items():
-            tensors[_LAYER + name.removeprefix(_OTHER_LAYER) if name.startswith(_OTHER_LAYER) else name] = (
-                tensor
-            )
+        for stored, tensor in found.items():
+            is_other = stored.startswith(_OTHER_LAYER)
+            name = _LAYER + stored.removeprefix(_OTHER_LAYER) if is_other else stored
+            if name in tensors:
+                raise ModelError(f"{file} repeats {stored}")
+            tensors[name] = tensor
     return tensors, state.digest()

@@ -214,6 +214,10 @@ TENSORS: dict[str, tuple[Change, str]] = {
         "missing tensors: layers.0.hidden_norm.weight",
     ),
     "no output": (lambda t: t.pop("lm_head.weight"), "missing tensors: lm_head.weight"),
+    "a tensor twice": (
+        lambda t: t.update({"layers.0.hidden_norm.weight": torch.zeros(48)}),
+        "model.safetensors repeats ",
+    ),
     "a tensor more": (lambda t: t.update(mask_hidden=torch.zeros(3)), "unexpected tensors: mask_hidden"),
     "one state": (
         lambda t: t.update({"fc.weight": torch.zeros(48, 96)}),
