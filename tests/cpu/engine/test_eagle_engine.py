@@ -154,7 +154,10 @@ def equal(tmp_path: Path, device: str) -> Any:
     def make(drafts: int = 4, **settings: Any) -> Engine:
         config = tiny_config("tiny-llama", **{"device": device, **settings})
         source = dataclasses.replace(
-            config.source, model=str(directory), load_format="auto", weights="float32"
+            config.source,
+            model=str(directory),
+            load_format="auto",
+            weights="float32" if device == "cpu" else "auto",
         )
         speculation = SpeculationConfig(f"eagle:{head}" if drafts else None, drafts or None)
         sanitizer = Sanitizer()
