@@ -24,7 +24,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench dist wheel-check site site-serve docs-check clean
+.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers plugins soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench dist wheel-check site site-serve docs-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
 	@echo "make clients    the clients that people use, each in an environment of its own, against a server; writes docs/clients.md"
 	@echo "make routers    KV-aware routers before two servers, one of which is killed; takes minutes"
+	@echo "make plugins    real servers of other engines with Penstock's tiers, each in an environment of its own; takes minutes"
 	@echo "make mutants    random edits of copies of the source, and which of them no test finds (options: make mutants ARGS='--num 50 --seed 7')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
@@ -175,6 +176,11 @@ routers: setup-dev
 	PYTHONPATH=.:src $(BIN)/python -m tests.routers.environments
 	unshare --net --map-root-user sh -c 'ip link set lo up && $(ONE_THREAD) $(BIN)/python -m pytest -s -q -o faulthandler_timeout=0 tests/routers $(ARGS)'
 
+# The engines are installed under .plugins once (2 GB), and this project's wheels into their environments each time.
+plugins: setup-dev
+	PYTHONPATH=.:src $(BIN)/python -m tests.plugins.environments
+	$(ONE_THREAD) $(BIN)/python -m pytest -s -q -o faulthandler_timeout=0 tests/plugins $(ARGS)
+
 # One change at a time in a copy of the tree, tested there: random ones, or ARGS='--kept' for those of tools/faults.toml.
 mutants: setup-dev
 	$(BIN)/python tools/mutants.py $(ARGS)
@@ -216,5 +222,5 @@ trace: setup
 	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients .routers build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
+	rm -rf $(VENV) .clients .routers .plugins build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
 	find src stores tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

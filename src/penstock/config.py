@@ -325,6 +325,22 @@ class OffloadConfig(Settings):
         rule="above 0 and at most 60",
         needs="remote",
     )
+    states_gib: float | None = setting(
+        None,
+        "GiB of host memory for states that prefixes of models with recurrent layers need (unset: 2, or an "
+        "eighth of what is free)",
+        name="kv_offload_states_gib",
+        rule="positive",
+        needs="enabled",
+    )
+    state_every: int = setting(
+        0,
+        "with recurrent layers: keep a state also after every N tokens, a multiple of --block-tokens; 0: "
+        "only before the end of a prompt",
+        rule="at least 0",
+        needs="enabled",
+        metavar="N",
+    )
 
     def check_together(self) -> None:
         _need(

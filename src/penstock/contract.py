@@ -703,6 +703,7 @@ class Chunk(NamedTuple):
     num_left_out: int = 0
     scoring: Scoring | None = None
     room: int = 0  # positions after the tokens that `slots` also covers, for drafts made after the step
+    state: StateMove | None = None  # None: nothing moves
 
     @property
     def num_tokens(self) -> int:
@@ -721,6 +722,13 @@ class Chunk(NamedTuple):
     @property
     def kv_len(self) -> int:
         return self.start + len(self.tokens)
+
+
+class StateMove(NamedTuple):
+    """Slots of kept states that a chunk reads or writes. The state is in the chunk's row."""
+
+    begins: int | None = None  # its row begins with this one
+    ends: int | None = None  # this one gets the state after its last token
 
 
 @_compares_arrays
@@ -992,6 +1000,36 @@ class Want(Protocol):
         """Idempotent."""
 
 
+class StateLedger(Protocol):
+    """The scheduler's interface to states that are kept at block boundaries, by the keys of the blocks before
+    them. Slots are touched by steps only."""
+
+    def pin(self, owner: str, key: bytes) -> SlotHandle | None:
+        """Protect the state of this boundary until the handle ends. None: there is none."""
+
+    def expect(self, key: bytes, depth: int, change: int) -> None:
+        """So many more running requests will keep a state of this boundary, after `depth` blocks: others may
+        wait for it."""
+
+    def try_reserve(self, owner: str, key: bytes | None) -> SlotHandle | None:
+        """A slot for a state of this boundary; None: its key is not known yet. Returns None if there is one
+        already, or no room."""
+
+    def publish(self, handle: SlotHandle, key: bytes, depth: int, fence: Fence | None) -> None:
+        """The step that wrote the slot is over; `fence` follows it. Ends the handle. From now on the state is
+        found."""
+
+
+class SlotHandle(Protocol):
+    """Slots that are out. Ends exactly once."""
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+
+    def end(self, fence: Fence | None = None) -> None:
+        """`fence` follows the last use."""
+
+
 class KvLedger(Protocol):
     """The scheduler's interface to KV storage. For the engine thread; never blocks."""
 
@@ -1001,6 +1039,10 @@ class KvLedger(Protocol):
     @property
     def num_blocks(self) -> int:
         """Total slots for requests."""
+
+    @property
+    def states(self) -> StateLedger | None:
+        """None: the model has no recurrent layers, or none of their states are kept."""
 
     @property
     def keeps_all(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+STATES = "states"  # kept states of recurrent layers, beside tiers of blocks
+
 
 @dataclass(slots=True)
 class Histogram:

@@ -14,7 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.config import Config, DeviceName, EngineConfig, KvConfig, ModelSource, WeightsName
+from penstock.config import (
+    GIB,
+    Config,
+    DeviceName,
+    EngineConfig,
+    KvConfig,
+    ModelSource,
+    OffloadConfig,
+    WeightsName,
+)
+from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import ModelError
 from penstock.models.loader import read_config
@@ -28,7 +38,7 @@ from tests.e2e.test_parity_families import (
     their_logprobs,
     their_model,
 )
-from tests.support.driving import Collected, run_all, submit
+from tests.support.driving import Collected, run_all, settle_all, submit
 
 TOLERANCE = 1e-4  # of a log-probability, absolute
 PROMPT = 150
@@ -85,6 +95,7 @@ def served(
         ),
         kv=KvConfig(device_blocks=64),
         engine=EngineConfig(TOTAL, max_batch=4, prefill_chunk=chunk),
+        offload=OffloadConfig(host_gib=(1 << 26) / GIB, load_always=True),
     )
     engine, sanitizer = build_sanitized(config)
     try:
@@ -106,7 +117,7 @@ def error_of(reference: Any, prompt: list[int], found: Collected) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hybrid_model_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
-    """A prompt in chunks of 48, and several requests in the same steps."""
+    """A prompt in chunks of 48, several requests in the same steps, and a prefix that comes back."""
     reference = reference_of(family)
     prompts = [IDS[:PROMPT], IDS[PROMPT : PROMPT + 70], IDS[30:31], IDS[40:104]]
     with served(save(reference, tmp_path)) as engine:
@@ -114,10 +125,16 @@ def test_a_hybrid_model_computes_what_transformers_computes(family: str, tmp_pat
         run_all(engine)
         for prompt, one in zip(prompts, found, strict=True):
             assert error_of(reference, prompt, one) < TOLERANCE
-        alone = scored(engine, prompts[0])
+        alone = submit(engine, prompts[0], max_tokens=DECODED, logprobs=0)
         run_all(engine)
-    assert alone.source is not None and alone.source.computed == PROMPT, "no prefix is reused"
-    assert error_of(reference, prompts[0], alone) < TOLERANCE
+        settle_all(engine)
+        engine.parts.cache.reset(["device"])
+        again = submit(engine, prompts[0], max_tokens=DECODED, logprobs=0)
+        run_all(engine)
+    assert alone.source == KvSource(computed=PROMPT), "with its prompt scored it kept no state"
+    assert again.source == KvSource(host=144, computed=6)
+    for one in (alone, again):
+        assert error_of(reference, prompts[0], one) < TOLERANCE
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 16, 63, 64, 65, 150])

@@ -13,10 +13,11 @@ pytest.importorskip("transformers", reason="NOT TESTED: the reference needs tran
 from penstock.config import EngineConfig, ModelSource
 from penstock.models.registry import BUILT_IN
 from penstock.testing.sanitized import build_sanitized, check_silent
-from tests.e2e.test_parity_families import IDS, save
+from penstock.contract import KvSource
+from tests.e2e.test_parity_families import DECODED, IDS, save
 from tests.e2e.test_parity_hybrid import error_of, reference_of, scored, served
 from tests.support import contiguous_kv
-from tests.support.driving import run_all, submit, tiny_config
+from tests.support.driving import run_all, settle_all, submit, tiny_config
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-3  # of a log-probability: products are summed in another order than on the CPU
@@ -35,7 +36,19 @@ def test_a_hybrid_model_computes_on_cuda_what_transformers_computes(family: str,
         found = [scored(engine, prompt) for prompt in prompts]
         run_all(engine)
         assert all(shape.is_decode for shape in engine.parts.executor.target.replays.buckets)
-    for prompt, one in zip(prompts, found, strict=True):
+        for tier in ("none", "device", "host"):
+            if tier == "host":
+                settle_all(engine)
+                engine.parts.cache.reset(["device"])
+            found.append(submit(engine, prompts[0], max_tokens=DECODED, logprobs=0))
+            run_all(engine)
+    sources = [one.source for one in found[-3:]]
+    assert sources == [
+        KvSource(computed=150),
+        KvSource(device=144, computed=6),
+        KvSource(host=144, computed=6),
+    ]
+    for prompt, one in zip([*prompts, *[prompts[0]] * 3], found, strict=True):
         assert error_of(reference, prompt, one) < TOLERANCE
 
 
@@ -54,7 +67,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("model", [MODEL, WIDE])
 @pytest.mark.usefixtures("wide")
 def test_crowds_on_cuda_get_the_tokens_of_each_request_alone(model: str, capture: bool) -> None:
-    config = tiny_config(model, device="cuda", capture=capture, max_batch=12, blocks=60, overcommit=3.0)
+    sizes = {"max_batch": 12, "blocks": 60, "host_blocks": 200, "overcommit": 3.0, "state_every": 32}
+    config = tiny_config(model, device="cuda", capture=capture, **sizes)
     engine, sanitizer = build_sanitized(config)
     reference = engine.parts.executor.target.model
     asked = [prompts(length, seed=length) for length in (1, 5, 30, 64, 65, 130, 200, 7, 8)]

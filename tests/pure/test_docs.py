@@ -236,6 +236,8 @@ def test_every_metric_that_a_page_names_exists() -> None:
         for name in re.findall(r"penstock_\w+", (SERVER / "metrics.py").read_text())
     }
     assert len(metrics) >= 8
+    inside_vllm = (ROOT / "src" / "penstock" / "plugins" / "vllm.py").read_text()
+    metrics |= {f"penstock_{name}" for name in re.findall(r'^    "(\w+)": "', inside_vllm, re.MULTILINE)}
     packages = {
         "penstock_valkey",
         "penstock_s3",

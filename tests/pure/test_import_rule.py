@@ -37,7 +37,8 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
-        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events",
+        "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events + "
+        "penstock.kv.states",
         "penstock.sanitizer",
         "penstock.trace",
     ),
@@ -53,6 +54,7 @@ LAYERS = (
                 "loop",
                 "pace",
                 "parts",
+                "recurrent",
                 "sessions",
                 "cache_calls",
                 "stats",
@@ -60,7 +62,7 @@ LAYERS = (
             )
         ),
     ),
-    ("penstock.server", "penstock.bench", "penstock.testing"),
+    ("penstock.server", "penstock.bench", "penstock.testing", "penstock.plugins"),
     (
         "penstock.flags + penstock.answer + penstock.progress + penstock.llm + penstock.installation + "
         "penstock.settings_file",
@@ -69,6 +71,8 @@ LAYERS = (
 )
 # storage works without the engine, which asks its door
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}
+STORAGE = ("penstock.kv", "penstock.plugins")  # what plug-ins import, and the base
+HOSTED = ("penstock.plugins.vllm",)  # imports the engine that it runs in, which is not installed here
 ONLY = {"penstock.sanitizer": "penstock.sanitizer", "penstock.trace": "penstock.trace"}  # and the base
 PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("ngram", "length", "drafter"))
 NO_TORCH = (
@@ -78,6 +82,7 @@ NO_TORCH = (
     "penstock.sanitizer",
     "penstock.trace",
     "penstock.text",
+    "penstock.plugins",
     *PURE_SPECULATION,
 )
 TORCH_CUDA = (
@@ -203,6 +208,8 @@ def _own_fault(module: str, target: str) -> str | None:
         return "storage does not know the engine"
     if here == there:
         return None
+    if inside(module, "penstock.plugins") and there is not None and there[0] and not inside(target, *STORAGE):
+        return "plug-ins import storage only"
     if here is None or there is None:
         return "one of the two has no place in the import rule"
     if any(
@@ -259,6 +266,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
         allowed |= {"zmq"} if inside(module, "penstock.server.kv_events") else set()  # the extra events
         allowed |= _names(extras["hub"]) if inside(module, "penstock.models.hub") else set()
         allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()
+        allowed |= {"vllm", "huggingface_hub"} if inside(module, "penstock.plugins") else set()
         for line, target in imports_of(ast.parse(path.read_text()), module, is_package):
             top = target.partition(".")[0]
             if top not in allowed and top not in sys.stdlib_module_names:
@@ -289,7 +297,7 @@ def _names(requirements: list[str]) -> set[str]:
 
 
 def test_the_layers_without_torch_do_not_bring_it_in_through_others() -> None:
-    wanted = [module for _, module, _ in modules() if inside(module, *NO_TORCH)]
+    wanted = [module for _, module, _ in modules() if inside(module, *NO_TORCH) and module not in HOSTED]
     code = (
         f"import importlib, sys\nfor name in {wanted!r}: importlib.import_module(name)\nsys.exit('torch' in "
         "sys.modules)"
@@ -327,6 +335,12 @@ REFUSED = {
         "penstock.sanitizer.detector",
         "from penstock.lanes.lane import Lane",
     ),
+    "a plug-in imports the engine": ("penstock.plugins.tiers", "from penstock.engine.engine import Engine"),
+    "a plug-in imports what lies below storage": (
+        "penstock.plugins.tiers",
+        "from penstock.lanes.cpu import CpuLane",
+    ),
+    "a plug-in imports torch": ("penstock.plugins.vllm", "import torch"),
     "the engine imports the front": ("penstock.engine.loop", "from penstock.server.service import Service"),
     "the engine imports test tools": ("penstock.engine.build", "from penstock.testing import faults"),
     "torch in the pool": ("penstock.kv.blocks.pool", "import torch"),

@@ -47,6 +47,8 @@ SUFFIXES = {
     "_millis": "x_s",
     "_nbytes": "x_bytes",
 }
+# by plug-in: names that the engine around it calls it by
+THEIRS = {"vllm": {"lookup", "req_context"}}
 NOTES = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b")
 
 
@@ -83,6 +85,8 @@ def faults(source: str, module: str) -> list[str]:
     if module in MODULES:
         found.append(f"a module is called {module}")
     for line, name, is_class in names_in(ast.parse(source)):
+        if name in THEIRS.get(module, ()):
+            continue
         if is_class and name.endswith(CLASS_ENDINGS):
             found.append(f"{module}:{line} class {name}")
         # what operating systems call it; what is paged out is a block all the same

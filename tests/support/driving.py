@@ -32,6 +32,8 @@ from penstock.models.registry import BUILT_IN
 _PassKind = TypeVar("_PassKind")
 _KV = ("prefix_cache", "block_tokens", "resident_tokens", "residency", "pin_spans", "scorer")
 _OFFLOAD = (
+    "state_every",
+    "states_gib",
     "eviction",
     "lease_s",
     "load_always",

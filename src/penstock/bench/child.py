@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -18,12 +19,27 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
     """What would end this process waits, so that a child that starts now is known before. The child inherits
-    that: Ctrl-C at a terminal reaches it, too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
+    the mask: Ctrl-C at a terminal reaches it, too.
+
+    A mask holds for one thread, and any thread may get a signal: in the main thread handlers note it instead.
+    """
+    came: list[int] = []
+    with contextlib.ExitStack() as leaving:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        leaving.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        leaving.callback(_send_here, came)
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDING:
+                # the child inherits that a signal is ignored, too
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before = signal.signal(number, lambda number, _: came.append(number))
+                    leaving.callback(signal.signal, number, before)
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _send_here(numbers: list[int]) -> None:
+    for number in numbers:
+        signal.pthread_kill(threading.get_ident(), number)
 
 
 def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], listen: Callable[..., None]) -> Any:

@@ -162,6 +162,9 @@ def _positions(dims: ModelConfig) -> str:
     text = f"context {dims.default_len}"
     if dims.rope_scaling is not None:
         text += f", {dims.rope_scaling.kind} positions up to {dims.max_position}"
+    if dims.recurrence is not None:
+        num, size = len(dims.recurrence.layers), dims.state_bytes / (1 << 20)
+        text += f", {num} recurrent layers with {size:.2f} MiB of state for each request"
     windows = [window for window in dims.windows if window]
     return f"{text}, a window of {max(windows)} in {len(windows)} layers" if windows else text
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.config import GIB, Config, ServerConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.figures import STATES
 from penstock.models.hub import fetched, hub_name
 
 if TYPE_CHECKING:
@@ -162,11 +163,12 @@ def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str)
 
 def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> dict[str, Any]:
     """A summary of the configuration for the log. No secrets."""
-    layout = engine.parts.arena.layout
+    layout, dims = engine.parts.arena.layout, engine.parts.executor.target.model.config
     sizes = []
-    for tier, states in engine.stats().kv_blocks.items():
-        num = sum(states.values())  # a shared store has none of its own
-        sizes.append(f"{tier} {num * layout.block_bytes / GIB:.2f} GiB ({num} blocks)" if states else tier)
+    for tier, slots in engine.stats().kv_blocks.items():
+        num = sum(slots.values())  # a shared store has none of its own
+        each, what = (dims.state_bytes, "") if tier == STATES else (layout.block_bytes, " blocks")
+        sizes.append(f"{tier} {num * each / GIB:.2f} GiB ({num}{what})" if slots else tier)
     threads = {} if engine.parts.threads is None else {"threads": str(engine.parts.threads)}
     return {
         "event": "serving",

@@ -36,7 +36,7 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
-from penstock.engine.execution.passes import Pass, PoisonPass, StatePass, StepLimits
+from penstock.engine.execution.passes import STATES, Pass, PoisonPass, StatePass, StepLimits
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
@@ -62,6 +62,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.build import KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
+from penstock.kv.states import KeptStates
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
@@ -275,7 +276,7 @@ def _models(setup: _Setup) -> _Models:
     proposer = _head(config, loaded.model) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, own_dims))
+    group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
     models = _Models(loaded, proposer, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
@@ -305,7 +306,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     budget = _budget(config, setup.device, max_model_len)
     if not holds_all:
         budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
-    if storage.host_arena is not None and not any(dims.windows):
+    if storage.host_arena is not None and not any(dims.windows) and dims.recurrence is None:
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
@@ -352,23 +353,22 @@ def _executor(
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
     masks = Masks(grammars, limits.max_batch, lane)
     part = _target_part(storage.arena, target, models.own_dims)
-    own_layers = target.config.num_kv_layers
-    attention = _attention(*part, target.rope, own_layers, setup.config.source.deterministic)
+    attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    slots = _state_slots(dims.recurrence, limits.max_batch, setup.device)
+    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
     forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
-        None if slots is None else StatePass(slots),
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
+        None if slots is None else StatePass(slots, kept),
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
@@ -385,21 +385,27 @@ def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampl
     return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
 
 
-def _state_slots(dims: Recurrence | None, num_rows: int, device: torch.device) -> StateSlots | None:
-    """None: every layer attends."""
+def _state_slots(
+    dims: Recurrence | None, num_rows: int, device: torch.device, kept: KeptStates | None
+) -> tuple[StateSlots | None, StateSlots | None]:
+    """Of the rows and a row of padding, and of kept states. None: there are none."""
     if dims is None:
-        return None
+        return None, None
     needed, free = _state_bytes(dims, num_rows), free_bytes(device)
     if needed > free:
         raise ConfigError(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
-    return StateSlots(dims, num_rows, device)
+    rows = StateSlots(STATES, dims, num_rows + 1, device)
+    if kept is None:
+        return rows, None
+    pool, pinned = kept.pool, device.type == "cuda"
+    return rows, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned)
 
 
 def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
-    return 0 if dims is None else (num_rows + 1) * len(dims.layers) * dims.layer_bytes
+    return 0 if dims is None else (num_rows + 1) * dims.num_bytes
 
 
 def _paged(
@@ -590,6 +596,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
+        state_every=config.offload.state_every,
     )
 
 
@@ -643,11 +650,9 @@ def _max_model_len(
 ) -> int:
     """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
     size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
-    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
-    offloads = config.offload.enabled and config.kv.prefix_cache
-    unpaged = f"a model with {kind} is not paged out"
-    if resident is not None and (kind or not offloads):
-        why = unpaged if kind else "paging needs --kv-offload and a prefix cache"
+    offloads, unpaged = config.offload.enabled and config.kv.prefix_cache, _why_unpaged(dims)
+    if resident is not None and (unpaged or not offloads):
+        why = unpaged or "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
     fits = takes = num_blocks * size if whole else dims.max_position
@@ -665,7 +670,7 @@ def _max_model_len(
             takes < wanted <= fits,
             f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
         ),
-        (is_over and kind, f"{raising}: {unpaged}"),
+        (is_over and unpaged, f"{raising}: {unpaged}"),
         (
             is_over and not offloads,
             f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
@@ -679,6 +684,12 @@ def _max_model_len(
         if is_refused:
             raise ConfigError(f"--max-model-len {wanted}{why}")
     return wanted
+
+
+def _why_unpaged(dims: ModelConfig) -> str:
+    """Empty: a sequence may be partly in host memory."""
+    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
+    return f"a model with {kind} is not paged out" if kind else ""
 
 
 def _head(config: Config, model: Decoder) -> DraftHead | None:

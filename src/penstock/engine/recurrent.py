@@ -1,6 +1,5 @@
-"""What a model with recurrent layers changes about a run: prefixes are not reused, since KV of a prefix is of
-no use without the states at its end. Owns the refusal of options that need such prefixes, or a state that can
-go back."""
+"""What a model with recurrent layers changes about a run. Owns the refusal of options that need KV without
+the states at its end, or a state that can go back."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from penstock.models.model import ModelConfig
 
 log = logging.getLogger(__name__)
 
-# Fields that must be as by default. Offloading itself is on by default, and turned off.
+# fields that must be as by default
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer", "events"),
-    OffloadConfig: ("host_gib", "eviction", "ssd_dir", "ssd_admission", "remote"),
+    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
     LoraConfig: ("adapters", "dir"),
     SpeculationConfig: ("proposer",),
 }
@@ -36,14 +35,23 @@ _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
 def for_recurrent(config: Config, dims: ModelConfig) -> Config:
     """`config` as a model of these dimensions runs with it. Raises ConfigError by the name of a flag."""
     if dims.recurrence is None:
+        for flag, given in (
+            ("--kv-offload-states-gib", config.offload.states_gib),
+            ("--state-every", config.offload.state_every),
+        ):
+            if given:
+                raise ConfigError(f"{flag} {given:g}: this model has no recurrent layers")
         return config
     for part in (config.source, config.kv, config.offload, config.lora, config.speculation):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 flag = "--kv-events" if one.field == "events" else one.flag
                 raise ConfigError(f"{flag} is not supported with a model that has recurrent layers")
-    reuses = config.offload.enabled or config.kv.prefix_cache
-    if reuses:
-        log.warning("this model has recurrent layers: no prefix is reused, on the device or from host memory")
-    kv, offload = replace(config.kv, prefix_cache=False), replace(config.offload, enabled=False)
-    return replace(config, kv=kv, offload=offload)
+    every, size = config.offload.state_every, config.kv.block_tokens
+    if every % size:
+        raise ConfigError(f"--state-every must be a multiple of --block-tokens {size}, got {every}")
+    if config.offload.enabled:
+        return config
+    if config.kv.prefix_cache:
+        log.warning("this model has recurrent layers: without --kv-offload no prefix is reused")
+    return replace(config, kv=replace(config.kv, prefix_cache=False))

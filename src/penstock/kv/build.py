@@ -18,7 +18,8 @@ from penstock.kv.cache import KvCache
 from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
-from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
+from penstock.kv.states import KEPT_STATES, KeptStates
+from penstock.kv.tiers.cold import ColdLimits, ColdTier, cpu_lanes
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
@@ -27,21 +28,18 @@ from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.kv.tiers.tiers import Tiers
 from penstock.kv.transfer import ByteChecks, Mover, make_copier
-from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
-from penstock.lanes.lane import Lane
 from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
+_STATES_GIB = 2.0
+_STATES_FREE_SHARE = 0.125
+_MOST_STATES = 1 << 14  # of a tiny model
 _LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
 # A shorter step ends sooner as a replay after the whole load than launched layer by layer.
 _CUDA_OVERLAP_TOKENS = 1024
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
-# Lanes for one cold tier: a disk needs several requests in its queue, also while some lanes compute
-# checksums.
-COLD_READERS = 6
-COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
 _UNOBSERVED = Observers()
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
@@ -53,10 +51,14 @@ class KvGroup:
 
     layout: BlockLayout
     windows: tuple[int, ...] = ()
+    state_bytes: int = 0  # of all recurrent layers beside them, for one request
 
     @property
     def rule(self) -> PrefixRule:
-        return rule_for(self.windows, self.layout.block_tokens)
+        return self.rule_with(None)
+
+    def rule_with(self, states: KeptStates | None) -> PrefixRule:
+        return rule_for(self.windows, self.layout.block_tokens, states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def open_cache(
     observers: Observers = _UNOBSERVED,
 ) -> Opened:
     """`num_blocks` on the device, and the tiers that `config` names."""
-    layout, rule = group.layout, group.rule
+    layout, states = group.layout, _kept_states(config, group, observers)
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
     if reports is not None:
@@ -92,7 +94,7 @@ def open_cache(
     )
     if host_arena is None:
         events = None if reports is None else KvEvents(reports, layout.block_tokens)
-        return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, rule, events), arena, guard)
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache, None, group.rule, events), arena, guard)
     checks = None
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
@@ -108,7 +110,7 @@ def open_cache(
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
     events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
-    cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, rule, events)
+    cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, group.rule_with(states), events)
     return Opened(cache, arena, guard, host_arena)
 
 
@@ -116,6 +118,20 @@ def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockSt
     disk = next((store for store in stores if isinstance(store, SsdStore)), None)
     kept = None if disk is None else TokenFile(disk, block_tokens * TOKEN_BYTES)
     return KvEvents(reports, block_tokens, kept)
+
+
+def _kept_states(config: Config, group: KvGroup, observers: Observers) -> KeptStates | None:
+    """None: there are no recurrent layers, or no host memory for their states."""
+    if not group.state_bytes or not config.offload.enabled:
+        return None
+    gib = config.offload.states_gib
+    if gib is None:
+        gib = min(_STATES_GIB, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
+    num = int(gib * GIB) // group.state_bytes
+    if num < 1:
+        size = f"{group.state_bytes / (1 << 20):.1f} MiB"
+        raise ConfigError(f"--kv-offload-states-gib {gib:g} holds no state of {size}")
+    return KeptStates(BlockPool(min(num, _MOST_STATES), KEPT_STATES, all_of(observers.pools)))
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -204,15 +220,5 @@ def open_cold(
     observers: Observers = _UNOBSERVED,
 ) -> ColdTier:
     """`store` on its own lanes, behind the host memory of `arena`."""
-    observer = all_of(observers.lanes)
-
-    def lanes(what: str, num: int) -> list[Lane]:
-        return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
-
-    own = ColdLanes(
-        lanes("read", COLD_READERS),
-        lanes("write", COLD_WRITERS),
-        None if store.local else lanes("ask", 1)[0],
-        all_of(observers.transfers),
-    )
-    return ColdTier(store, own, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())
+    lanes = cpu_lanes(store, all_of(observers.lanes), all_of(observers.transfers))
+    return ColdTier(store, lanes, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.contract import Fence, Prefix
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.figures import Traffic
+from penstock.figures import STATES, Traffic
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Pin
 from penstock.kv.blocks.key import Scope
@@ -155,9 +155,13 @@ class KvCache(Ledger):
 
     def stats(self) -> CacheStats:
         """A snapshot; for any thread."""
-        pool = self._pool
+        pool, slots = self._pool, {"device": self._pool.counts}
+        if self.host.num_slots:
+            slots[HOST] = self.host.pool.counts
+        if self.states is not None:
+            slots[STATES] = self.states.pool.counts
         return CacheStats(
-            slots={"device": pool.counts, **({HOST: self.host.pool.counts} if self.host.num_slots else {})},
+            slots=slots,
             cold={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
             num_tables=len(self._tables.open),
             num_keys=pool.num_keys,
@@ -169,6 +173,10 @@ class KvCache(Ledger):
             traffic=self._traffic() if self.host.num_slots else None,
         )
 
+    @property
+    def _states_skipped(self) -> dict[str, int]:
+        return {} if self.states is None else {STATES: self.states.num_skipped}
+
     def _traffic(self) -> Traffic:
         counts = self.host.counts
         traffic = Traffic(
@@ -176,7 +184,7 @@ class KvCache(Ledger):
             seconds={},
             in_flight={},
             failures={},
-            skipped={"full": counts.skipped_full, "late": self.saves.num_late},
+            skipped={"full": counts.skipped_full, "late": self.saves.num_late, **self._states_skipped},
             postponed=counts.postponed,
             leases_open=len(self.host.leases),
         )
@@ -267,6 +275,8 @@ class KvCache(Ledger):
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
         if HOST in wanted and self.host.num_slots:
             forgotten[HOST] = self.host.pool.evict(self.host.num_slots)
+            if self.states is not None:
+                self.states.forget()
         return Resetting(
             forgotten, {name: self.writeback.reset(name) for name in self.cold_tiers if name in wanted}
         )
@@ -281,11 +291,14 @@ class KvCache(Ledger):
         if unknown := [str(pin) for pin in pins if pin not in known]:
             raise InvariantBroken(f"nothing under way has these pins of the device: {', '.join(unknown)}")
         self.host.pool.check()
+        if self.states is not None:
+            self.states.check()
         self.loads.reader.check()
 
     def tell_balance(self, observer: EngineObserver) -> None:
         """How many slots of each pool are in each state, between two turns."""
-        for pool in (self._pool, self.host.pool) if self.host.num_slots else (self._pool,):
+        pools = [self._pool, *([self.host.pool] if self.host.num_slots else [])]
+        for pool in (*pools, *(() if self.states is None else (self.states.pool,))):
             with pool.lock:  # the observer's view and the counts belong to one moment
                 observer.balanced(pool.name, pool.counts._asdict())
 
@@ -335,3 +348,5 @@ class KvCache(Ledger):
             self.host.close()
         self._closed = True
         self._pool.close()
+        if self.states is not None:
+            self.states.pool.close()

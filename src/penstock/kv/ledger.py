@@ -17,6 +17,7 @@ from penstock.kv.blocks.key import Scope, Tokens, prefix_keys, token_bytes
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.events import KvEvents
 from penstock.kv.rules import PrefixRule, WholePrefix
+from penstock.kv.states import KeptStates
 from penstock.kv.table import BlockTable, OpenTables
 from penstock.kv.tiers.host import HostLease, Part
 from penstock.kv.tiers.reads import Fetch
@@ -74,6 +75,10 @@ class Ledger:
     @property
     def keeps_all(self) -> bool:
         return self.rule.keeps_all
+
+    @property
+    def states(self) -> KeptStates | None:
+        return self.rule.states
 
     def most_slots(self, num_tokens: int, step_tokens: int) -> int:
         return self.rule.most_slots(num_tokens, step_tokens)
@@ -149,7 +154,7 @@ class Ledger:
             return False
         # Waiting pays if another request computes the next key, or if it is being promoted and is not late. A
         # key covers all tokens before it, so its block number is the same in every prefix.
-        if any(table.announces(num, keys[num]) for table in self._tables.announcing):
+        if self.rule.is_announced(num, keys, self._tables.announces):
             return True
         return bool(self.loads.in_flight) and self.rule.is_coming(num, keys, self.loads)
 

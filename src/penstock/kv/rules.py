@@ -3,7 +3,7 @@ Owns no state.
 
     full attention     every block
     sliding window     the last blocks
-    recurrent state    the last block alone, which would hold the state at its end (not built)
+    recurrent state    a state that is kept at the prefix's end, and every block of the layers that attend
 
 So a rule says from which block on all blocks are needed. A request gives back earlier blocks, and finds a
 prefix without them.
@@ -11,7 +11,7 @@ prefix without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,12 +19,16 @@ import numpy as np
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotState
+from penstock.kv.states import KeptStates
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
 from penstock.kv.tiers.loads import Loads
 
 # Blocks that a request with a window may have besides those of its window and of its step: both may begin
 # inside a block, and a token more is kept for a full match, whose last token is computed again.
 _PARTIAL_BLOCKS = 2
+
+# whether a running request will seal the block of this number and key
+Announces = Callable[[int, bytes], bool]
 
 
 class Usable(NamedTuple):
@@ -43,6 +47,10 @@ class Usable(NamedTuple):
 
 class PrefixRule(Protocol):
     keeps_all: bool  # no block of a running request is ever given back
+
+    @property
+    def states(self) -> KeptStates | None:
+        """Those without which a prefix is of no use; None: blocks are enough."""
 
     def first_block(self, num_tokens: int) -> int:
         """The first block that a request with KV of `num_tokens` tokens needs, also if it computes the last
@@ -74,6 +82,9 @@ class PrefixRule(Protocol):
     ) -> tuple[int, Sequence[bytes]]:
         """What to read into host memory: the number of the first block, and the keys up to the last."""
 
+    def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
+        """Whether a running request makes a longer prefix usable than its first `num_found` blocks."""
+
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         """Whether a load in flight makes a longer prefix usable than its first `num_found` blocks."""
 
@@ -82,6 +93,7 @@ class WholePrefix:
     """Implements `PrefixRule` for full attention."""
 
     keeps_all = True
+    states: KeptStates | None = None
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -115,8 +127,46 @@ class WholePrefix:
     ) -> tuple[int, Sequence[bytes]]:
         return len(pool.find(keys)), keys
 
+    def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
+        return announces(num_found, keys[num_found])
+
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         return loads.is_coming(num_found, keys[num_found])
+
+
+class WithStates(WholePrefix):
+    """The rule of a model with recurrent layers: a prefix ends at a boundary of which a state is kept. Blocks
+    after it are computed again."""
+
+    states: KeptStates
+
+    def __init__(self, block_tokens: int, states: KeptStates) -> None:
+        super().__init__(block_tokens)
+        self.states = states
+
+    def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
+        return self._cut(super().find(pool, keys, like), keys)
+
+    def with_lease(
+        self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
+    ) -> Usable:
+        """A lease may end inside a block, which no state is kept for."""
+        longer = super().with_lease(super().find(pool, keys), pool, keys, lease, loads)
+        num_whole = max(longer.num_blocks, lease.num_tokens // self._block_tokens)
+        num_colder = min(longer.num_colder, num_whole - longer.num_blocks)
+        return self._cut(longer._replace(num_colder=num_colder), keys)
+
+    def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
+        """Blocks alone are of no use, so nothing is gained by waiting for them."""
+        return self.states.is_expected(keys, num_found)
+
+    def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
+        return False
+
+    def _cut(self, found: Usable, keys: Sequence[bytes]) -> Usable:
+        end = self.states.last_before(keys, found.num_blocks + found.num_colder)
+        num = min(end, found.num_blocks)
+        return Usable(found.slots[:num], num, end - num)
 
 
 class LastWindow:
@@ -127,6 +177,7 @@ class LastWindow:
     """
 
     keeps_all = False
+    states: KeptStates | None = None
 
     def __init__(self, window: int, block_tokens: int) -> None:
         self.window = window
@@ -181,6 +232,9 @@ class LastWindow:
         longer = self._joined(found, pool.find_each(keys), lease.covered().tolist(), lease.num_tokens)
         return longer.num_blocks, keys[: longer.num_blocks + longer.num_colder]
 
+    def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
+        return announces(num_found, keys[num_found])
+
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         """The last block of a load ends a usable prefix."""
         lasts = (load.first + len(load.keys) - 1 for load in loads.in_flight.values())
@@ -210,7 +264,10 @@ def _last_absent(slots: Sequence[int], first: int, end: int) -> int | None:
     return next((i for i in range(end - 1, first - 1, -1) if i >= len(slots) or slots[i] == ABSENT), None)
 
 
-def rule_for(windows: Sequence[int], block_tokens: int) -> PrefixRule:
-    """Of a block with KV of layers that have these windows; 0: a layer sees all tokens."""
+def rule_for(windows: Sequence[int], block_tokens: int, states: KeptStates | None = None) -> PrefixRule:
+    """Of a block with KV of layers that have these windows; 0: a layer sees all tokens. `states`: of the
+    recurrent layers beside them."""
+    if states is not None:
+        return WithStates(block_tokens, states)
     window = max(windows, default=0) if all(windows) else 0
     return LastWindow(window, block_tokens) if window else WholePrefix(block_tokens)

@@ -556,6 +556,8 @@ class Snapshots:
             raise SnapshotRefused(
                 "snapshots need a tier behind the device: this server runs without --kv-offload"
             )
+        if self._cache.states is not None:
+            raise SnapshotRefused("snapshots of a model with recurrent layers are not supported")
         return self._questions.begin(work, same, goes_on)
 
     # -------------------------------------------------------------------------------------- the engine thread

@@ -78,6 +78,10 @@ class OpenTables:
             self.announcing.add(table)
         return table
 
+    def announces(self, number: int, key: bytes) -> bool:
+        """Whether one of them will seal this block of its prompt."""
+        return any(table.announces(number, key) for table in self.announcing)
+
     def unname(self, keys: Sequence[bytes]) -> None:
         """Drop the names of kept runs that end with one of `keys`."""
         gone = set(keys)

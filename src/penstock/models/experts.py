@@ -50,7 +50,7 @@ class RoutedLayer(DecoderLayer):
         if self.gate_up is not None:
             shared = self.ops.linear(self.ops.gated(x, self.gate_up), self.down)
             if self.shared_gate is not None:
-                shared = shared * self.ops.linear(x, self.shared_gate).sigmoid()
+                shared = shared * self.ops.sigmoid(self.ops.linear(x, self.shared_gate))
         return self.ops.routed(x, self.experts, shared)
 
 

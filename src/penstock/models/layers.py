@@ -55,6 +55,9 @@ class TorchLayerOps:
     def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return self.silu_mul(self.linear_shares(x, weight))
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         """One product for each expert that is hit, of all its tokens."""
         weights, chosen = self._choice(x, experts)
@@ -96,6 +99,11 @@ class SteadyLayerOps(TorchLayerOps):
         if len(gate_up) <= num_rows:
             return super().silu_mul(gate_up)
         return torch.cat([super(SteadyLayerOps, self).silu_mul(rows) for rows in gate_up.split(num_rows)])
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """As a choice between x and 0: softmax is computed row by row. `Tensor.sigmoid` computes the last
+        values of a tensor in another way than those before them."""
+        return F.pad(x.unsqueeze(-1), (0, 1)).softmax(dim=-1)[..., 0]
 
 
 _ZERO = torch.zeros(())

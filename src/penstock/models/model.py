@@ -47,9 +47,9 @@ class Recurrence:
         return self.num_value_heads * self.value_dim
 
     @property
-    def layer_bytes(self) -> int:
-        """The float32 state of one request in one layer."""
-        return 4 * ((self.window - 1) * self.qkv_width + self.key_dim * self.out_width)
+    def num_bytes(self) -> int:
+        """The float32 state of one request in all layers."""
+        return len(self.layers) * 4 * ((self.window - 1) * self.qkv_width + self.key_dim * self.out_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,11 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Those that attend."""
         return self.num_layers - (0 if self.recurrence is None else len(self.recurrence.layers))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one request."""
+        return 0 if self.recurrence is None else self.recurrence.num_bytes
 
     @property
     def scale(self) -> float:
@@ -185,6 +190,8 @@ class LayerOps(Protocol):
 
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
+
+    def sigmoid(self, x: Tensor) -> Tensor: ...
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in

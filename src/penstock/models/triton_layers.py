@@ -235,6 +235,9 @@ class TritonLayerOps:
         )
         return out
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         return triton_experts.routed(x, experts, shared)
 

@@ -4,14 +4,15 @@ models.
 Text is read character by character, so that the same text gives the same parts however it was cut into
 tokens. A reader is a generator that is sent one character after another, and at last an empty one: its
 position is its state. It never takes back output: text that may still become a marker or a call is held until
-that is known. Text that begins like a call and is none becomes content.
+that is known. Text that begins like a call and is none becomes content. The work for a character is constant:
+a front's event loop does it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Literal, TypeVar
 
 from penstock.contract import THINK_MARKS
@@ -19,6 +20,7 @@ from penstock.contract import THINK_MARKS
 _BLANK = " \n\r\t"
 _AROUND = _BLANK + "[],;`"  # calls without markers
 _FENCED = ("json", "tool_call")  # words behind the fence of a block
+_MOST_HELD = 256  # characters around a call without a marker, and in each of its words
 _ARGUMENTS = ("arguments", "parameters")  # names of the field in different models
 
 HERMES = ("<tool_call>", "</tool_call>")
@@ -78,7 +80,8 @@ class MessageParser:
         self._reader = FedReading(reading)
 
     def content(self, text: str) -> None:
-        self._row.append(("text", text))
+        if text:
+            self._row.append(("text", text))
 
     def reasoning(self, text: str) -> None:
         self._row.append(("reasoning", text))
@@ -118,21 +121,55 @@ def _begun(reading: Reading[None], text: str, over: bool = False) -> Reading[Non
         reader.push(character, over)
 
 
-def _until(marker: str, say: Callable[[str], object], held: str = "") -> Reading[bool]:
-    """Passes every character before the marker to `say`; returns whether the marker came. `held` was read
-    before."""
-    while True:
-        while held and not marker.startswith(held):
-            say(held[0])
-            held = held[1:]
-        if held == marker:
-            return True
-        character = yield
+def _until(marker: str, say: Callable[[str], object], first: str = "") -> Reading[bool]:
+    """Passes every character before the marker to `say`; returns whether the marker came. `first` was read
+    before. A marker has its first character once, so none begins inside another."""
+    matched = 0
+    while matched < len(marker):
+        character, first = first or (yield), ""
+        if character == marker[matched]:
+            matched += 1
+            continue
+        for one in marker[:matched]:
+            say(one)
         if not character:
-            for one in held:
-                say(one)
             return False
-        held += character
+        matched = int(character == marker[0])
+        if not matched:
+            say(character)
+    return True
+
+
+def _blanks() -> Reading[tuple[str, str]]:
+    """Blanks, and the character after them, which is empty if the text ended first."""
+    blanks: list[str] = []
+    while (character := (yield)) and character in _BLANK:
+        blanks.append(character)
+    return "".join(blanks), character
+
+
+def _word(words: Sequence[str], text: str) -> Reading[tuple[str, bool]]:
+    """`text`, and more while it only begins one of the words; and whether the whole text ended."""
+    while text and text not in words and any(word.startswith(text) for word in words):
+        if not (character := (yield)):
+            return text, True
+        text += character
+    return text, not text
+
+
+class Blanks:
+    """Holds blanks back until something follows them."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self.held: list[str] = []
+
+    def push(self, character: str) -> None:
+        if character in _BLANK:
+            self.held.append(character)
+        else:
+            self._say("".join((*self.held, character)))
+            self.held.clear()
 
 
 # ---------------------------------------------------------------------------------------------- calls in JSON
@@ -168,7 +205,7 @@ def _loaded(text: str) -> str:
     """A JSON string; empty if invalid. Half a surrogate pair, which cannot be sent, is replaced."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return (
         value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -177,21 +214,23 @@ def _loaded(text: str) -> str:
     )
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 class JsonCall:
     """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are emitted
     as they come once the name is known."""
 
-    def __init__(self, sink: MessageParser, names: Collection[str] | None = None) -> None:
-        """`names`: no marker announces a call, so it has one of these and, after it, `arguments`. A list of
-        tools is none."""
+    def __init__(self, sink: MessageParser) -> None:
         self._sink = sink
-        self._names = sink.names if names is None else names
-        self._is_unmarked = names is not None
-        self._name = ""  # not emitted yet
         self._raw: list[str] = ["{"]
         self._named = False  # the name has been emitted and cannot be taken back
         self._arguments: str | None = None
-        self.is_cut = False  # the text ended inside
 
     def read(self) -> Reading[str | None]:
         """Reads from after its brace. None: it was a call. Otherwise its text, or empty if that is lost."""
@@ -210,8 +249,6 @@ class JsonCall:
                 or not (first := (yield from self._behind_blanks()))
             ):
                 break
-            if key == "arguments" and self._name:
-                self._emit()
             text, character = yield from self._value(first, streamed=key in _ARGUMENTS and self._named)
             if not character or not self._take(key, text.strip()):
                 break
@@ -225,7 +262,6 @@ class JsonCall:
     def _next(self) -> Reading[str]:
         character = yield
         self._raw.append(character)
-        self.is_cut = not character
         return character
 
     def _behind_blanks(self) -> Reading[str]:
@@ -236,31 +272,26 @@ class JsonCall:
 
     def _value(self, first: str, streamed: bool = False) -> Reading[tuple[str, str]]:
         """A value and the character after it, which is empty if the text ended first."""
-        value, text = Value(first), ""
+        value, text = Value(first), list[str]()
         character = first
         while character and not (text and value.is_bare and character in ",}"):
             if text:
                 value.push(character)
-            text += character
+            text.append(character)
             if streamed and first == "{":
                 self._sink.arguments(character)
             if value.is_over:
-                return text, " "
+                return "".join(text), " "
             character = yield from self._next()
-        return text, character
-
-    def _emit(self) -> None:
-        self._sink.call(self._name)
-        self._name, self._named = "", True
+        return "".join(text), character
 
     def _take(self, key: str, text: str) -> bool:
         if key == "name" and not self._named:
-            if not (name := _loaded(text)) or (self._names is not None and name not in self._names):
+            if not (name := _loaded(text)) or (self._sink.names is not None and name not in self._sink.names):
                 return False
-            self._name = name
-            if not self._is_unmarked:
-                self._emit()
-            if self._named and self._arguments is not None:
+            self._sink.call(name)
+            self._named = True
+            if self._arguments is not None:
                 self._sink.arguments(self._arguments)
         elif key in _ARGUMENTS:
             given_out = self._named and text.startswith("{")
@@ -275,23 +306,25 @@ class JsonCall:
 def json_calls(sink: MessageParser) -> Reading[None]:
     """One or several calls: an object, objects with `;`, `,` or blanks between them, or a list of them.
     Anything else is content."""
-    held = ""
+    held: list[str] = []
+    in_list = False
     while character := (yield):
-        held += character
         said = None
         if character == "{":
-            said = yield from JsonCall(sink).read()
-            held = held[:-1] if said is not None else ""
-        elif character not in _BLANK + "[],;" or (character == "[" and "[" in held[:-1]):
+            if (said := (yield from JsonCall(sink).read())) is None:
+                held, in_list = [], False
+        elif character not in _BLANK + "[],;" or (character == "[" and in_list):
             said = character
-            held = held[:-1]
+        else:
+            held.append(character)
+            in_list = in_list or character == "["
         if said is not None:
             if said:
-                sink.content(held + said)
+                sink.content("".join(held) + said)
             yield from content(sink)
             return
-    if held.strip(_BLANK + "],;"):
-        sink.content(held)
+    if (text := "".join(held)).strip(_BLANK + "],;"):
+        sink.content(text)
 
 
 # ---------------------------------------------------------------------------------------------------- formats
@@ -320,63 +353,92 @@ def named_call(sink: MessageParser, name: str) -> Reading[None]:
             sink.end_call()
 
 
+def _unmarked_call(sink: MessageParser, held: list[str]) -> Reading[bool]:
+    """An object with the name of a tool, an object of arguments, and nothing else, from after its brace. Held
+    to its end: until then it may be an answer in JSON. What is read goes to `held`."""
+
+    def word(words: Collection[str]) -> Reading[str]:
+        """The one of them that comes next, behind blanks; empty if none does."""
+        text, begun = "", len(held)
+        while text not in words:
+            if len(held) - begun == _MOST_HELD or not any(one.startswith(text) for one in words):
+                return ""
+            held.append(character := (yield))
+            if not character:
+                return ""
+            if text or character not in _BLANK:
+                text += character
+        return text
+
+    found: list[str] = []
+    names = [f'"{tool}"' for tool in sink.tools]
+    for words in (('"name"',), (":",), names, (",",), ('"arguments"',), (":",), ("{",)):
+        found.append((yield from word(words)))
+        if not found[-1]:
+            return False
+    begun, value = len(held) - 1, Value("{")
+    while not value.is_over:
+        held.append(character := (yield))
+        if not character:
+            return False
+        value.push(character)
+    arguments = "".join(held[begun:])
+    if not (yield from word(("}",))) or not _is_json(arguments):
+        return False
+    sink.call(found[2][1:-1])
+    sink.arguments(arguments)
+    sink.end_call()
+    return True
+
+
 def _unmarked_calls(sink: MessageParser) -> Reading[tuple[str, bool]]:
     """Calls of `sink.tools` that begin a text without a marker, bare or in fences of Markdown, as small
-    models write them. Returns the text behind them that it has read, and whether there is no more."""
-    held, over = "", False
-    while sink.tools and not over and any(word.startswith(held.strip(_AROUND)) for word in _FENCED):
-        if not (character := (yield)):
-            over = True
-        elif character != "{":
-            held += character
-        elif (said := (yield from (call := JsonCall(sink, sink.tools)).read())) is None:
-            held = ""
-        else:
-            held, over = held + said, call.is_cut
+    models write them. Returns the text behind them that it has read, and whether there is no more. Only the
+    last character of that may begin a marker."""
+    held: list[str] = []
+    word = ""
+    while sink.tools and len(held) < _MOST_HELD and any(one.startswith(word) for one in _FENCED):
+        held.append(character := (yield))
+        if not character:
             break
-    return held.lstrip(_AROUND) if sink.num_calls else held, over
+        if character == "{":
+            if not (yield from _unmarked_call(sink, held)):
+                break
+            held.clear()
+        word = "" if character in _AROUND + "{" else word + character
+    text, is_over = "".join(held), bool(held) and not held[-1]
+    return text.lstrip(_AROUND) if sink.num_calls else text, is_over
 
 
 def hermes_calls(sink: MessageParser) -> Reading[None]:
-    """Calls between markers, content around them: Hermes and Qwen."""
+    """Calls between markers, content around them: Hermes and Qwen. Blanks between or after calls are not
+    content."""
+    said = Blanks(sink.content)
     held, is_over = yield from _unmarked_calls(sink)
-    blanks = ""  # between or after calls: not content
-
-    def say(character: str) -> None:
-        nonlocal blanks
-        if character in _BLANK:
-            blanks += character
-        else:
-            sink.content(blanks + character)
-            blanks = ""
-
-    if is_over:
-        sink.content(held)
-        return
-    while (yield from _until(HERMES[0], say, held)):
-        held, blanks, calls = "", "", FedReading(json_calls(sink))
-        over = not (yield from _until(HERMES[1], calls.push))
+    for character in held if is_over else held[:-1]:
+        said.push(character)
+    held = held[-1:]
+    while not is_over and (yield from _until(HERMES[0], said.push, held)):
+        said.held.clear()
+        held, calls = "", FedReading(json_calls(sink))
+        is_over = not (yield from _until(HERMES[1], calls.push))
         calls.push("", last=True)
-        if over:
-            return
-    if not sink.num_calls and blanks:
-        sink.content(blanks)
+    if not sink.num_calls:
+        sink.content("".join(said.held))
 
 
 def llama3_calls(sink: MessageParser) -> Reading[None]:
     """Calls after `<|python_tag|>`, or a text that is nothing but calls."""
-    held = start = ""
-    while LLAMA3.startswith(start) and start != LLAMA3:
-        if not (character := (yield)):
-            sink.content(held)
+    blanks, text = yield from _blanks()
+    if text == "{":
+        yield from _begun(json_calls(sink), blanks + text)
+        return
+    text, is_over = yield from _word((LLAMA3,), text)
+    if text != LLAMA3:
+        sink.content(blanks + (text if is_over else text[:-1]))
+        if is_over or not (yield from _until(LLAMA3, sink.content, text[-1:])):
             return
-        held += character
-        start = held.lstrip(_BLANK)
-        if start[:1] == "{":
-            yield from _begun(json_calls(sink), held)
-            return
-    if start == LLAMA3 or (yield from _until(LLAMA3, sink.content, held)):
-        yield from json_calls(sink)
+    yield from json_calls(sink)
 
 
 def mistral_calls(sink: MessageParser) -> Reading[None]:
@@ -384,27 +446,25 @@ def mistral_calls(sink: MessageParser) -> Reading[None]:
     `[ARGS]` between them."""
     if not (yield from _until(MISTRAL, sink.content)):
         return
-    held = ""
+    held: list[str] = []
     while character := (yield):
-        held += character
-        text = held.strip()
-        bare = text.removeprefix(MISTRAL).removesuffix(MISTRAL_ARGS)
-        in_list = (not bare and character == "[") or bare == "[" or text in ("[", "[{")
-        name = bare.removesuffix("{").strip().removesuffix(MISTRAL_ARGS).strip()
-        if text == "[{" if in_list else character == "{" and not name:
-            yield from _begun(json_calls(sink), text)
+        held.append(character)
+        if character != "{":
+            continue
+        name = "".join(held[:-1]).strip().removeprefix(MISTRAL).removesuffix(MISTRAL_ARGS).strip()
+        if name in ("", "["):
+            yield from _begun(json_calls(sink), name + "{")
             return
-        if character == "{" and not in_list:
-            sink.call(name)
-            sink.arguments("{")
-            value, held = Value("{"), ""
-            while not value.is_over:
-                if not (character := (yield)):
-                    return
-                sink.arguments(character)
-                value.push(character)
-            sink.end_call()
-    sink.content(held)
+        sink.call(name)
+        sink.arguments("{")
+        value, held = Value("{"), []
+        while not value.is_over:
+            if not (character := (yield)):
+                return
+            sink.arguments(character)
+            value.push(character)
+        sink.end_call()
+    sink.content("".join(held))
 
 
 READERS: dict[str, Callable[[MessageParser], Reading[None]]] = {
@@ -428,45 +488,28 @@ STARTS: dict[str, tuple[str, ...]] = {
 def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
     """Calls, if the text begins like calls. Otherwise all of it is content: a grammar has made it one or the
     other."""
-    held, core, starts = "", "", STARTS[reader]
-    while core not in starts and any(start.startswith(core) for start in starts):
-        if not (character := (yield)):
-            sink.content(held)
-            return
-        held += character
-        core = held.lstrip(_BLANK)
-    if core in starts:
-        yield from _begun(READERS[reader](sink), core)
+    starts = STARTS[reader]
+    blanks, text = yield from _blanks()
+    text, is_over = yield from _word(starts, text)
+    if text in starts:
+        yield from _begun(READERS[reader](sink), text)
     else:
-        yield from _begun(content(sink), held)
+        yield from _begun(content(sink), blanks + text, is_over)
 
 
 def thinking(sink: MessageParser, rest: Reading[None], begun: bool) -> Reading[None]:
     """Reasoning between `<think>` and `</think>` at the start; the rest goes to the reading after it.
     `begun`: the prompt has opened it. Blanks around reasoning are not part of it."""
-    held = ""
-    while not begun:
-        character = yield
-        held += character
-        begun = held.lstrip(_BLANK) == THINK[0]
-        if not character or not THINK[0].startswith(held.lstrip(_BLANK)):
-            yield from _begun(rest, held, over=not character)
+    if not begun:
+        blanks, text = yield from _blanks()
+        text, is_over = yield from _word(THINK[:1], text)
+        if text != THINK[0]:
+            yield from _begun(rest, blanks + text, is_over)
             return
-    held, said = "", False
-    while character := (yield):
-        held += character
-        core = held.lstrip(_BLANK)
-        if core == THINK[1]:
-            break
-        while core and not THINK[1].startswith(core):
-            sink.reasoning((held[: len(held) - len(core)] if said else "") + core[0])
-            said, held = True, core[1:]
-            core = held.lstrip(_BLANK)
+    _, character = yield from _blanks()
+    reasoning = Blanks(sink.reasoning)
+    if character and (yield from _until(THINK[1], reasoning.push, character)):
+        _, character = yield from _blanks()
+        yield from _begun(rest, character, over=not character)
     else:
-        sink.reasoning(held.rstrip(_BLANK) if said else "")
         yield from _begun(rest, "", over=True)
-        return
-    character = yield
-    while character and character in _BLANK:
-        character = yield
-    yield from _begun(rest, character, over=not character)

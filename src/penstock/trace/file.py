@@ -44,10 +44,6 @@ class TraceFile:
 
     def __init__(self, path: str, most_bytes: int, about: Mapping[str, Any]) -> None:
         """`about`: what the file says of itself. Raises ConfigError if it cannot be written."""
-        try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - until `close`
-        except OSError as error:
-            raise ConfigError(f"--trace {path} cannot be written: {error.strerror or error}") from None
         self.num_dropped = 0
         self._path = path
         self._num_left = most_bytes
@@ -59,7 +55,16 @@ class TraceFile:
         self._tracks: dict[str, int] = {}
         self._pid = os.getpid()
         self._ending = threading.Event()
-        self._write(f"[{_ENCODE(self._metadata('process_name', 0, {'name': 'penstock'}))},\n")
+        self._size = 0  # bytes of the file, without half an event
+        try:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - until `close`
+            try:
+                self._append(f"[{_ENCODE(self._metadata('process_name', 0, {'name': 'penstock'}))},\n")
+            except OSError:
+                self._file.close()
+                raise
+        except OSError as error:
+            raise ConfigError(f"--trace {path} cannot be written: {error.strerror or error}") from None
         self.put(
             TraceEvent("i", "about this trace", "engine", self._start_s, {"s": "g", "args": dict(about)})
         )
@@ -95,28 +100,34 @@ class TraceFile:
         self._file.close()
 
     def _flush(self) -> None:
-        if self._full:
-            return
         num_queued = len(self._queue)
         while num_queued > 0 and not self._full:
             num = min(num_queued, _ENCODED_TOGETHER)
             self._write_events([self._queue.popleft() for _ in range(num)])
             num_queued -= num
-        if self.num_dropped > self._num_told:
+        if self._full:
+            self._drop(0)  # what was put meanwhile
+        elif self.num_dropped > self._num_told:
             self._num_told = self.num_dropped
             self._write(self._encoded([self._dropped()]))
 
     def _write_events(self, events: list[TraceEvent]) -> None:
         text = self._encoded(events)
         self._num_left -= len(text)
-        if self._num_left >= 0:
-            self._write(text)
+        if self._num_left < 0:
+            self._full = True
+            log.warning("%s has reached --trace-mib; nothing later is written to it", self._path)
+        elif self._write(text):
             return
-        self._full = True
+        self._drop(len(events))
+
+    def _drop(self, num: int) -> None:
+        """As many, and those in the queue."""
+        while self._queue:
+            self._queue.popleft()
+            num += 1
         with self._counting:
-            self.num_dropped += len(events) + len(self._queue)
-        self._queue.clear()
-        log.warning("%s has reached --trace-mib; nothing later is written to it", self._path)
+            self.num_dropped += num
 
     def _encoded(self, events: list[TraceEvent]) -> str:
         """With what names their tracks, for those that are new."""
@@ -152,12 +163,27 @@ class TraceFile:
     def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> dict[str, Any]:
         return {"ph": "M", "name": name, "pid": self._pid, "tid": track, "args": args}
 
-    def _write(self, text: str) -> None:
-        """At once: a killed process leaves no half of an event."""
-        data = text.encode()
+    def _write(self, text: str) -> bool:
+        """False: it failed, and the file ends before it. Where that cannot be, it is closed."""
+        if self._file.closed:
+            return False
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            self._append(text)
         except OSError as error:
             self._full = True
             log.warning("%s cannot be written any more: %s", self._path, error)
+            try:
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            except OSError:
+                self._file.close()
+            return False
+        return True
+
+    def _append(self, text: str) -> None:
+        """At once: a killed process leaves no half of an event."""
+        data = text.encode()
+        size = self._size + len(data)
+        while data:
+            data = data[self._file.write(data) :]
+        self._size = size

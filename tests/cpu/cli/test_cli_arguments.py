@@ -186,10 +186,11 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         "--kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 --sanitize strict "
         "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
-        "--trace trace.json --trace-mib 9"
+        "--trace trace.json --trace-mib 9 --kv-offload-states-gib 1.5 --state-every 64"
     )
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
+    offload |= {"states_gib": 1.5, "state_every": 64}
     expected = Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True, False),
         KvConfig(32, 0.5, None, False, 512, "scored", spans, "lru"),

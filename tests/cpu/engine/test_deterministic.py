@@ -13,6 +13,7 @@ from penstock.config import Config, KvConfig, LoraConfig, ModelSource, Speculati
 from penstock.engine.build import build
 from penstock.errors import ConfigError
 from penstock.models.registry import BUILT_IN
+from penstock.testing.tiny_models import TINY_QWEN2_MOE, write_tiny_model
 from tests.support.driving import generate, tiny_config
 from tests.support.steadiness import differing
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -35,6 +36,14 @@ def test_answers_are_the_same_bits_wherever_kv_comes_from(
     tmp_path: Path, model: str, weights: WeightsName
 ) -> None:
     assert differing(config_of(model, weights), tmp_path) == []
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_answers_of_a_model_with_a_shared_expert_are_the_same_bits(
+    tmp_path: Path, weights: WeightsName
+) -> None:
+    model = write_tiny_model(tmp_path / "model", TINY_QWEN2_MOE)
+    assert differing(config_of(str(model), weights), tmp_path / "disk") == []
 
 
 def in_4_bits(folder: Path, model: str = "tiny-llama") -> str:

@@ -336,7 +336,7 @@ def test_the_states_have_the_size_that_is_counted(make_engine: MakeEngine) -> No
     dims = BUILT_IN[MODEL].recurrence
     assert dims is not None
     held = sum(tensor.nbytes for tensor in slots_of(make_engine(MODEL, max_batch=5)).tensors)
-    assert held == build._state_bytes(dims, 5) == 6 * len(dims.layers) * dims.layer_bytes
+    assert held == build._state_bytes(dims, 5) == 6 * dims.num_bytes
 
 
 def test_more_states_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,10 +351,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--kv-resident-tokens": {"kv": KvConfig(resident_tokens=512)},
     "--kv-residency": {"kv": KvConfig(residency="scored")},
     "--kv-events": {"kv": KvConfig(events=True)},
-    "--kv-offload-host-gib": {"offload": {"host_gib": 1.0}},
     "--kv-offload-ssd-dir": {"offload": {"ssd_dir": "somewhere"}},
     "--kv-offload-remote": {"offload": {"remote": "valkey://127.0.0.1"}},
-    "--eviction": {"offload": {"eviction": "lru"}},
     "--lora": {"lora": LoraConfig((("a", "somewhere"),))},
     "--lora-dir": {"lora": LoraConfig(dir="somewhere")},
 }

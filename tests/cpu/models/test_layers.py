@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.models.layers import TorchLayerOps, rope_table
+from penstock.models.layers import SteadyLayerOps, TorchLayerOps, rope_table
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA
 from penstock.models.model import ModelConfig
 
@@ -31,6 +31,20 @@ def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float
     assert torch.allclose(
         OPS.rms_norm(x.expand(2, -1), weight, 1e-5).double(), expected.expand(2, -1), rtol=1e-6, atol=0
     )
+
+
+@pytest.mark.parametrize("num_rows", [3, 31, 33, 300])
+@pytest.mark.parametrize("width", [1, 2, 6, 33, 576])
+def test_steady_ops_compute_a_row_alone_and_among_others_in_the_same_bits(width: int, num_rows: int) -> None:
+    ops, x = SteadyLayerOps(), 3 * torch.randn(num_rows, width)
+    weight = torch.rand(width)
+    assert torch.allclose(ops.sigmoid(x).double(), x.double().sigmoid(), rtol=1e-6, atol=1e-7)
+    for found, op in (
+        (ops.sigmoid(x), ops.sigmoid),
+        (ops.rms_norm(x, weight, 1e-5), lambda row: ops.rms_norm(row, weight, 1e-5)),
+        (ops.silu_mul(x.repeat(1, 2)), lambda row: ops.silu_mul(row.repeat(1, 2))),
+    ):
+        assert torch.equal(found, torch.cat([op(row) for row in x.split(1)]))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, SupportsIndex
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.text.parsers import READERS, MessageParser, calls_or_content, named_call, thinking
+from penstock.text.parsers import (
+    MARKERS,
+    READERS,
+    THINK,
+    MessageParser,
+    calls_or_content,
+    named_call,
+    thinking,
+)
 
 
 class Message(NamedTuple):
@@ -103,15 +113,110 @@ CALL = ("f", '{"a": "```"}')
         (F.replace('"f"', '"g"'), Message(F.replace('"f"', '"g"'), "", [])),
         ('{"name": "f"}', Message('{"name": "f"}', "", [])),
         ('[{"name": "f", "parameters": {}}]', Message('[{"name": "f", "parameters": {}}]', "", [])),
+        (f'[{F}, {{"name": "g"}}]', Message('{"name": "g"}]', "", [CALL])),
+        ('{"a": 1} <tool_call>' + F, Message('{"a": 1}', "", [CALL])),
         *(
             (text, Message(text, "", []))
-            for text in ("```", "json", "[1] `a`", '```json\n{"a": "<', "{", "", "[")
+            for text in (
+                *("```", "json", "[1] `a`", '```json\n{"a": "<', "{", "", "[", " ", "{ <tool", "`" * 600),
+                # a list of tools, an example, a result, a call that is cut off or damaged
+                '{"name":"f","description":"says it","arguments":"a city"}',
+                '[{"name": "f", "arguments": "city"}, {"name": "g", "arguments": "x"}]',
+                '{"name": "f", "arguments": ["city"], "returns": "text"}',
+                '{"name":"f","arguments":{"a": 1},"result":"sunny"}',
+                '{"arguments": {}, "name": "f"}',
+                F[:-1],
+                F[:-2],
+                '{"name": "f", "arguments": {"a": }}',
+                '{"name": "f", "arguments": {"a": ' + "[" * 9999 + "]" * 9999 + "}}",
+            )
         ),
     ],
 )
 def test_a_call_of_a_tool_that_begins_a_text_needs_no_marker(text: str, said: Message) -> None:
     for pieces in ([text], list(text)):
         assert parse("hermes", pieces, tools=("f",)) == said
+
+
+@pytest.mark.parametrize(
+    ("common", "own"),
+    [
+        ('{"', 'answer":"xxx"}'),
+        ('{"name": "', 'Ann"}'),
+        ('[{"name": "f", "', 'description":"it"}]'),
+        ('{"name": "f", "arguments": ', '"x"}'),
+    ],
+)
+def test_an_answer_in_json_is_content_from_where_it_is_no_call(common: str, own: str) -> None:
+    parser = MessageParser(tools=("f",))
+    parser.start(READERS["hermes"](parser))
+    assert parser.push(common) == []
+    assert parser.push(own[0]) == [("text", common + own[0])]
+    assert [parser.push(one) for one in own[1:]] == [[("text", one)] for one in own[1:]]
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 400, '{"name":' + " " * 400, '{"name": "f", "arguments":' + " " * 400]
+)
+def test_blanks_alone_are_held_up_to_a_limit(text: str) -> None:
+    parser = MessageParser(tools=("f",))
+    parser.start(READERS["hermes"](parser))
+    assert "".join(said for _, said in parser.push(text + "x")) == text + "x"
+    parser = MessageParser(tools=("f",))
+    parser.start(READERS["hermes"](parser))
+    assert parser.push(text + '"f"') != []
+
+
+class Counted(str):
+    """Text that counts the characters that are copied or looked at, of it and of what is made of it."""
+
+    work = 0
+
+    def _made(self, text: str) -> Counted:
+        Counted.work += max(len(self), len(text))
+        return Counted(text)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(Counted, str(self))
+
+    def __add__(self, other: str) -> Counted:
+        return self._made(str(self) + str(other))
+
+    def __radd__(self, other: str) -> Counted:
+        return self._made(str(other) + str(self))
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Counted:
+        return self._made(str(self)[index])
+
+    def strip(self, blanks: str | None = None) -> Counted:
+        return self._made(str(self).strip(blanks))
+
+    def lstrip(self, blanks: str | None = None) -> Counted:
+        return self._made(str(self).lstrip(blanks))
+
+    def rstrip(self, blanks: str | None = None) -> Counted:
+        return self._made(str(self).rstrip(blanks))
+
+
+BEGINNINGS = ["", "<think>", "<tool_call>", '<tool_call>{"name": ', "[TOOL_CALLS]", "<|python_tag|>"]
+BEGINNINGS += ["[TOOL_CALLS][", "```json\n", '{"', '{"name":', '{"name": "f", "arguments": {"a": "', F, "hi"]
+
+
+@pytest.mark.parametrize("way", ["as it is", "formed", "thinks", "begun"])
+@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral", "json", "forced"])
+def test_the_work_for_a_character_does_not_grow_with_the_text(kind: str, way: str) -> None:
+    """The event loop of a front does it: others wait meanwhile."""
+    for start, filler in itertools.product(BEGINNINGS, [" ", "`", "{", "[", '"', ",", "x", "<", "[T", "\n<"]):
+        text = Counted(start + filler * (200 // len(filler)))
+        Counted.work = 0
+        names = ["f"] if way == "formed" else None
+        parse(kind, [text], way in ("thinks", "begun"), way == "begun", names=names, tools=("f",))
+        assert Counted.work < 8 * len(text), (start, filler)
+
+
+def test_no_marker_begins_inside_another() -> None:
+    """A search starts again at the character where it failed."""
+    assert all(marker.count(marker[0]) == 1 for marker in itertools.chain(THINK, *MARKERS.values()))
 
 
 def test_without_tools_an_object_is_content() -> None:
@@ -196,6 +301,11 @@ SAID: dict[str, tuple[str, str, Message]] = {
         '<tool_call>{"x": 1}</tool_call>',
         Message('{"x": 1}', "", []),
     ),
+    "a name that is no text": (
+        "hermes",
+        '<tool_call>{"name": ' + "[" * 9999 + "]" * 9999 + "}</tool_call>",
+        Message('{"name": ' + "[" * 9999 + "]" * 9999 + "}", "", []),
+    ),
     "cut off in the arguments": (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1',
@@ -227,6 +337,11 @@ SAID: dict[str, tuple[str, str, Message]] = {
         "mistral",
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
         Message("", "", [("f", '{"a": [1]}'), ("g", "{}")]),
+    ),
+    "mistral's list with blanks": (
+        "mistral",
+        '[TOOL_CALLS] [ \n{"name": "f", "arguments": {}}]',
+        Message("", "", [("f", "{}")]),
     ),
     "mistral's newer form": (
         "mistral",
@@ -293,6 +408,7 @@ WORDS = [
     "[T",
 ]
 WORDS += ["f", " ", "\n", ";", ",", "[", "]", '"', "\\", "{", "}", ":", '"name"']
+WORDS += ["```", "json", '"f"', "  " * 70, '"arguments"', '{"name": "f", "arguments": {']
 WORDS += ['{"name": "f", "arguments": {"a": 1}}', '{"name": "g"', ', "arguments": {"b": "}\\""}}']
 
 
@@ -303,14 +419,25 @@ WORDS += ['{"name": "f", "arguments": {"a": 1}}', '{"name": "g"', ', "arguments"
     cuts=st.lists(st.integers(0, 200), max_size=12),
     thinks=st.booleans(),
     begun=st.booleans(),
+    tools=st.sampled_from([(), ("f",), ("f", "ff")]),
+    formed=st.booleans(),
 )
 def test_no_cut_of_a_text_changes_what_it_means(
-    kind: str, words: list[str], cuts: list[int], thinks: bool, begun: bool
+    kind: str,
+    words: list[str],
+    cuts: list[int],
+    thinks: bool,
+    begun: bool,
+    tools: tuple[str, ...],
+    formed: bool,
 ) -> None:
     text = "".join(words)
     ends = sorted({min(cut, len(text)) for cut in cuts})
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-    assert parse(kind, pieces, thinks, thinks and begun) == parse(kind, [text], thinks, thinks and begun)
+    names = list(tools) if formed else None
+    assert parse(kind, pieces, thinks, thinks and begun, None, names, tools) == parse(
+        kind, [text], thinks, thinks and begun, None, names, tools
+    )
 
 
 @settings(max_examples=200, deadline=None)

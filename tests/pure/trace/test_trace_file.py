@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,9 +112,57 @@ def test_a_file_without_an_end_can_be_read(make_file: MakeFile, path: Path) -> N
     assert not path.read_text().endswith("]\n") and len(named(path, "mark")) == 1
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+FULL_DISK = """
+import os, resource, sys, time
+from penstock.trace.file import TraceEvent, TraceFile
+
+file, lifted = TraceFile(sys.argv[1], 1 << 20, {}), sys.argv[2] == "lifted"
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+for number in range(5000):
+    file.put(TraceEvent("i", f"mark {number}", "engine", time.monotonic(), {"s": "g"}))
+deadline_s = time.monotonic() + 20
+while lifted and not file.num_dropped and time.monotonic() < deadline_s:
+    time.sleep(0.001)
+if lifted:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    file.put(TraceEvent("i", "late mark", "engine", time.monotonic(), {"s": "g"}))
+file.close()
+print(file.num_dropped)
+"""
+
+
+@pytest.mark.parametrize("then", ["full", "lifted"])
+def test_a_full_disk_leaves_whole_events_and_the_rest_is_counted(path: Path, then: str) -> None:
+    """A process with a limit on its files meets the error of a full disk in the middle of an event."""
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path), then], capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr
+    assert "cannot be written any more" in run.stderr
+    num_dropped = int(run.stdout)
+    events = json.loads(path.read_text())
+    names = [event["name"] for event in events]
+    assert sum("mark" in name for name in names) + num_dropped == 5000 + (then == "lifted")
+    assert names.count("mark 1") == 1 and "late mark" not in names
+    assert events[-1]["name"] == "end of the trace"  # behind the last whole event there is room for it
+    assert events[-1]["args"] == {"events dropped": num_dropped}
+
+
+def test_a_reader_that_goes_away_leaves_all_later_events_counted(path: Path, make_file: MakeFile) -> None:
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = make_file()
+    os.close(reader)
+    for number in range(100):
+        file.put(mark(number))
+    file.close()
+    assert file.num_dropped == 101  # and what the file says of itself
+
+
+@pytest.mark.parametrize("place", ["a folder", "/dev/full"])
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, place: str) -> None:
     with pytest.raises(ConfigError, match=r"--trace .*cannot be written"):
-        TraceFile(str(tmp_path), 1 << 20, {})
+        TraceFile(str(tmp_path) if place == "a folder" else place, 1 << 20, {})
 
 
 def test_a_lane_shows_what_it_waited_for_with_an_arrow(

@@ -12,7 +12,7 @@ from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.batch import TOKENS_OF
 from penstock.engine.execution.forward import Flow
 from penstock.engine.execution.masks import Masks
-from penstock.engine.execution.passes import Pass, Step, StepLimits, StepOps
+from penstock.engine.execution.passes import GRAPHS, Pass, Step, StepLimits, StepOps, only
 from penstock.engine.execution.running_step import LateSample, Outputs, RunningStep
 from penstock.engine.execution.staging import StagingRing
 from penstock.engine.execution.target import TargetPass
@@ -111,6 +111,9 @@ class Executor:
     def _finish(self, step: Step) -> tuple[Ticket, Fence]:
         """From sampling on."""
         self._submit(step, is_late=True)
+        if step.bucket is not None and not self._is_cuda:  # a GPU's belong to its graph
+            # Also after a failed op. The flow stays for the next replay, and there is one for each shape.
+            self._lane.submit(step.flow.release, (only(GRAPHS, Mode.WRITE),), label="release")
         # a later step may read layers that this one did not wait for
         step.ops.wait_layers(self.limits.num_layers)
         fence = self._lane.record()

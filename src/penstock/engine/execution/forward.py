@@ -68,6 +68,10 @@ class Flow:
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
     scores: StepScores | None = None  # None: no chunk asks for scores of its context
 
+    def release(self) -> None:
+        """The step is over: its activations are of no more use."""
+        self.hidden = self.residual = self.logits = None
+
     def bound_inputs(self) -> StepInputs:
         assert self.inputs is not None, "a step's ops ran before its upload"
         return self.inputs

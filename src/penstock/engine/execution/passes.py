@@ -1,8 +1,8 @@
 """What the passes of a step share. A step is a list of passes, in the order of their ops; each packs its
 inputs, and puts its ops on the lane with the accesses that they make.
 
-    state    clears the states of requests that begin     below
     target   the model's forward, eager or replayed       `target.py`
+    state    states of requests that begin, kept states   below, `states.py`
     paged    layers that stream KV from host memory       `paging.py`, with `scoring.py`
     sample   sampling, masks, prompt logprobs             `sampling.py`
     draft    drafts for the next step                     `ahead.py`
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from penstock.engine.execution.replays import PROMPTS_BESIDE
 from penstock.engine.execution.running_step import Outputs
 from penstock.engine.execution.sampler import NUM_PARAMS, SamplePlan, packed_width
 from penstock.engine.execution.states import StateSlots
+from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Replay, Ticket
 from penstock.observe import ByteGuard
 
@@ -191,14 +193,38 @@ class PoisonPass(Pass):
 
 
 class StatePass(Pass):
-    """Clears the state of each request that begins, before anything else of its step: if that fails, so does
-    the step that would have read the state."""
+    """What happens to states besides the layers: a request begins with a clear one or with a kept one, and
+    after a chunk that ends at a boundary its state is kept."""
 
-    def __init__(self, slots: StateSlots) -> None:
-        self._slots = slots
+    def __init__(self, rows: StateSlots, kept: StateSlots | None) -> None:
+        """`kept`: in host memory; None: no state is kept."""
+        self._rows, self._kept = rows, kept
 
     def begin(self, plan: StepPlan, ops: StepOps) -> None:
         rows = [chunk.row for chunk in plan.chunks if chunk.start == 0]
         if rows:
-            access = Access(STATES, rows, (0, self._slots.num_layers), Mode.WRITE)
-            ops.submit(lambda: self._slots.clear(rows), "clear states", [access])
+            ops.submit(lambda: self._rows.clear(rows), "clear states", [self._rows.access(rows, Mode.WRITE)])
+        begins = [(one.state.begins, one.row) for one in plan.chunks if one.state is not None]
+        self._copy(ops, "begin states", (self._kept, self._rows), begins)
+
+    def submit(self, step: Step) -> None:
+        ends = [(one.row, one.state.ends) for one in step.plan.chunks if one.state is not None]
+        self._copy(step.ops, "keep states", (self._rows, self._kept), ends)
+
+    def _copy(
+        self,
+        ops: StepOps,
+        label: str,
+        memory: tuple[StateSlots | None, StateSlots | None],
+        moves: Sequence[tuple[int | None, int | None]],
+    ) -> None:
+        """Of each move, a slot of the first memory to a slot of the second; None: nothing moves."""
+        source, dest = memory
+        pairs = [(a, b) for a, b in moves if a is not None and b is not None]
+        if not pairs:
+            return
+        if source is None or dest is None:
+            raise InvariantBroken("a step moves a state, but none are kept")
+        read, written = ([pair[end] for pair in pairs] for end in (0, 1))
+        accesses = source.access(read, Mode.READ), dest.access(written, Mode.WRITE)
+        ops.submit(partial(source.copy_to, dest, pairs), label, accesses)

@@ -6,38 +6,62 @@ them, and how the tokens of a step run through them.
 A request has the slot of its row. Its first chunk clears the slot, and every later chunk continues from it,
 in the order of the compute lane. So whatever becomes of a request, the next one in its row clears the slot
 after the last step that used it. Padding has a slot of its own.
+
+States at block boundaries are kept in slots of host memory. A step copies them from and to the rows of its
+chunks, in the same order; which slot is whose is the business of `kv/states.py`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from penstock.contract import Access, Mode
 from penstock.engine.execution.batch import StepInputs
 from penstock.models.delta_rule import convolved, heads_of, many_steps, one_step
 from penstock.models.model import Recurrence
 
 
 class StateSlots:
-    """The memory: a slot for each of `num_rows` rows, and one for padding."""
+    """The memory: `num_slots` slots. On the device there is one for each row, and a last one for padding; in
+    host memory one for each kept state."""
 
-    def __init__(self, dims: Recurrence, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, name: str, dims: Recurrence, num_slots: int, device: torch.device, pinned: bool = False
+    ) -> None:
+        """`name`: in declared accesses."""
+        self.name = name
         self.dims = dims
         self.num_layers = len(dims.layers)
-        shape = (self.num_layers, num_rows + 1)
+        shape = (num_slots, self.num_layers)
         head = (dims.num_value_heads, dims.key_dim, dims.value_dim)
         # Zeros, hence finite: what padding leaves in its slot stays so. On a CPU they take no memory unused.
-        self.windows = torch.zeros(*shape, dims.window - 1, dims.qkv_width, device=device)
-        self.matrices = torch.zeros(*shape, *head, device=device)
+        zeros = functools.partial(torch.zeros, device=device, pin_memory=pinned)
+        self.windows = zeros((*shape, dims.window - 1, dims.qkv_width))
+        self.matrices = zeros((*shape, *head))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.windows, self.matrices
 
-    def clear(self, rows: list[int]) -> None:
+    def clear(self, slots: Sequence[int]) -> None:
         for tensor in self.tensors:
-            for row in rows:  # no index goes to the device
-                tensor[:, row].zero_()
+            for slot in slots:  # no index goes to the device
+                tensor[slot].zero_()
+
+    def access(self, slots: Sequence[int], mode: Mode) -> Access:
+        """To all layers."""
+        return Access(self.name, slots, (0, self.num_layers), mode)
+
+    def copy_to(self, others: StateSlots, pairs: Sequence[tuple[int, int]]) -> None:
+        """Slots of this memory to slots of another. Nothing waits for the copies but later work on the
+        lane."""
+        for own, other in zip(self.tensors, others.tensors, strict=True):
+            for source, target in pairs:
+                other[target].copy_(own[source], non_blocking=True)
 
 
 class BoundStates:
@@ -68,7 +92,7 @@ class BoundStates:
         self, rows: Tensor, length: int, conv: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
         """[N, length, ...] of the requests in `rows` -> [N, length, value heads, value_dim]."""
-        windows, matrices = (tensor[self._number] for tensor in self._slots.tensors)
+        windows, matrices = (tensor[:, self._number] for tensor in self._slots.tensors)
         mixed, window = convolved(qkv, windows.index_select(0, rows), conv)
         windows.index_copy_(0, rows, window)
         heads = heads_of(mixed, decay, beta, self._slots.dims)

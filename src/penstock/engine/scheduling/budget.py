@@ -34,6 +34,8 @@ class Budget:
     # As `chunk_s`, times the requests that decode in the step: few of them wait for long chunks, which
     # compute fastest, and many for short ones. 0: no such limit
     delay_s: float = 0.0
+    # tokens after which a state of recurrent layers is kept; 0: only before the end of a prompt
+    state_every: int = 0
 
 
 @dataclass(slots=True)
@@ -97,11 +99,11 @@ class Room:
             return 0
         return min(most, end - start)
 
-    def spend(self, start: int, num_tokens: int, num_left: int) -> None:
+    def spend(self, start: int, num_tokens: int, num_left: int, ends_prompt: bool = True) -> None:
         """`num_tokens` of that prompt are computed in this step. A prompt that the time limit cuts is the
-        last of the step."""
+        last of the step. `ends_prompt`: nothing of it is left after `num_left`."""
         self.tokens = self.tokens - num_tokens if num_tokens == min(num_left, self.tokens) else 0
-        self._gives_tokens |= num_tokens == num_left
+        self._gives_tokens |= ends_prompt and num_tokens == num_left
         self._unused = False
         if self._times is not None:
             self._left_s -= self._times.seconds(num_tokens, start + num_tokens / 2) or 0.0

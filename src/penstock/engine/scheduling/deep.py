@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Request, Table
+from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
 from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.placement import NO_MATCH, Placed, Placement
@@ -42,7 +43,7 @@ class DeepContexts:
         # (id, range of kept key bounds) of scored requests that left since the last call of `take_left`
         self._left: list[tuple[str, range]] = []
         self._tau = tau
-        self._on_device = Placement(ledger) if ledger.keeps_all else Windowed(ledger, budget)
+        self._on_device = _on_device(ledger, budget)
 
     def placement(self, request: Request, num_tokens: int) -> Placement:
         """For a request that has at most `num_tokens` tokens of KV."""
@@ -75,6 +76,13 @@ class DeepContexts:
             )
         if num_scored != self.num_scored:
             raise InvariantBroken(f"{self.num_scored} scored requests are counted, {num_scored} run")
+
+
+def _on_device(ledger: KvLedger, budget: Budget) -> Placement:
+    """Of requests that fit."""
+    if ledger.states is not None:
+        return AtBoundaries(ledger, ledger.states, budget.state_every)
+    return Placement(ledger) if ledger.keeps_all else Windowed(ledger, budget)
 
 
 class Deep(Placement):
@@ -311,7 +319,7 @@ class Deep(Placement):
             self.resident.take_scores(given.scores)
             self._contexts.counts.see_scoring(given.recall)
 
-    def leave(self, running: RunningRequest, is_answered: bool) -> None:
+    def leave(self, running: RunningRequest, is_answered: bool, fence: Fence | None) -> None:
         if (resident := self.resident) is not None:
             kept = self._keep_context(running, resident, is_answered)
             self._contexts.leave_scored(running.request.id, kept)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Scoring, Table
+from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Scoring, StateMove, Table
 
 if TYPE_CHECKING:
     from penstock.engine.scheduling.stages import Life, RunningRequest, WaitingRequest
@@ -25,6 +25,7 @@ class Placed(NamedTuple):
     paged: NDArray[np.int32] | None = None
     num_left_out: int = 0
     scoring: Scoring | None = None
+    state: StateMove | None = None
 
 
 class Placement:
@@ -34,6 +35,8 @@ class Placement:
     may_draft = True  # drafts may be verified for it
     # Blocks that it has on the device at most, however long it gets. None: all of its blocks.
     fixed_blocks: int | None = None
+    saves_rest = True  # a retraction saves its last blocks, too, though they are not full
+    divides = True  # it may continue behind any of its cached blocks
     is_partial = False  # some of its tokens attend to a part of their context, or to KV computed that way
 
     def __init__(self, ledger: KvLedger) -> None:
@@ -48,8 +51,8 @@ class Placement:
 
     def find(self, waiting: WaitingRequest) -> Match:
         """What is cached of it. Ends or renews its lease if that helps."""
-        life, ledger = waiting.life, self._ledger
-        if life.prefix is None or not waiting.request.may_match:
+        life, ledger, keys = waiting.life, self._ledger, self.usable_keys(waiting)
+        if not keys:
             return NO_MATCH
         if life.computes:
             waiting.end_lease()
@@ -57,13 +60,18 @@ class Placement:
         if waiting.prefetch is not None and waiting.prefetch.settled:
             waiting.end_prefetch()
             self._lease_again(waiting)
-        match = ledger.match(life.prefix.keys, waiting.lease, waiting.want)
+        match = ledger.match(keys, waiting.lease, waiting.want)
         if not life.computes and not match.pending and self._may_lease(waiting, match):
             # There was no lease, the device lost the blocks before it, or it has expired: ask again.
             waiting.leased_at = match.num_blocks
             self._lease_again(waiting)
-            match = ledger.match(life.prefix.keys, waiting.lease, waiting.want)
+            match = ledger.match(keys, waiting.lease, waiting.want)
         return match
+
+    def usable_keys(self, waiting: WaitingRequest) -> Sequence[bytes]:
+        """Of blocks that it can begin with."""
+        prefix = waiting.life.prefix
+        return () if prefix is None or not waiting.request.may_match else prefix.keys
 
     def _may_lease(self, waiting: WaitingRequest, match: Match) -> bool:
         """True if colder tiers may have blocks that neither the device nor the lease covers. They are asked
@@ -143,6 +151,13 @@ class Placement:
         only with `fixed_blocks`."""
         return num_tokens
 
+    def until_boundary(self, running: RunningRequest, num_tokens: int) -> int:
+        """How many of its next `num_tokens` come before a boundary at which a chunk has to end."""
+        return num_tokens
+
+    def computed(self, running: RunningRequest, fence: Fence | None) -> None:
+        """A step with tokens of it was read; `fence` follows the step."""
+
     def reads_host(self, running: RunningRequest) -> bool:
         """True if its next tokens read KV in host memory."""
         return False
@@ -154,5 +169,6 @@ class Placement:
     def take_scores(self, given: PartScores) -> None:
         """A step has scored its context."""
 
-    def leave(self, running: RunningRequest, is_answered: bool) -> None:
-        """It gives up row and table. `is_answered`: its conversation may go on."""
+    def leave(self, running: RunningRequest, is_answered: bool, fence: Fence | None) -> None:
+        """It gives up row and table. `is_answered`: its conversation may go on. `fence` follows all launched
+        steps."""

@@ -180,8 +180,8 @@ class Running:
         life, lease = running.life, None
         self.num_loading -= life.state is State.LOADING
         self._promises.num -= life.placement.may_draw(running)
-        life.placement.leave(running, is_answered)
-        if saves and life.request.may_match and not life.computes:
+        life.placement.leave(running, is_answered, steps.last_fence)
+        if saves and life.request.may_match and not life.computes and life.placement.saves_rest:
             lease = running.table.retract(num_tokens, steps.last_fence)
         else:
             steps.release(running.table)

@@ -204,8 +204,9 @@ class Scheduler:
         admitted, and takes room even for one token."""
         placement, step, num_tokens = running.life.placement, self._next, 1
         takes_room = num_left > 1 or is_new  # decodes take no room from prompts
+        num_due = placement.until_boundary(running, num_left) if takes_room else num_left
         if takes_room:
-            num_tokens = room.size(running.num_planned, num_left)
+            num_tokens = room.size(running.num_planned, num_due)
         if num_tokens and placement.fixed_blocks is not None:
             num_tokens = placement.num_fitting(running, num_tokens, step, self._steps.last_fence)
         if num_tokens <= 0:
@@ -217,7 +218,7 @@ class Scheduler:
                 )
             return
         if takes_room:
-            room.spend(running.num_planned, num_tokens, num_left)
+            room.spend(running.num_planned, num_tokens, num_due, ends_prompt=num_due == num_left)
         num_ahead = step.num_ahead
         if num_ahead:
             num_ahead = self._drafts.draw_room(running, num_tokens + len(drafts), num_ahead)
@@ -265,7 +266,8 @@ class Scheduler:
 
     def _end_load(self, running: RunningRequest, load: Load) -> None:
         if load.error() is not None:
-            if running.table.num_gone:  # what landed is not the beginning of its context
+            # what landed is not the beginning of its context, or no beginning that it can continue from
+            if running.table.num_gone or not running.life.placement.divides:
                 self._go_back(running)
                 return
             running.compute_rest(load.num_landed, self._block_tokens)
@@ -410,6 +412,7 @@ class Scheduler:
             return self._commit_drafts(share, fence, sampled)
         if life.running is running:
             end = running.num_committed = share.end
+            life.placement.computed(running, fence)
             if end - share.start > 1:
                 running.num_sealed = end
                 running.table.seal(life.tokens, end, fence)

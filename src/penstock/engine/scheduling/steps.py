@@ -74,6 +74,7 @@ class NextStep:
         chunk = Chunk(
             *(request.id, running.row, start, tokens, placed.slots, writes, num_logits, request.adapter),
             *(echo, placed.paged, num_unsure, next_token, placed.num_left_out, placed.scoring, room),
+            placed.state,
         )
         (self.prefills if num_tokens > 1 else self.decodes if num_logits else self.silent).append(chunk)
 

@@ -24,8 +24,9 @@ from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
 from penstock.kv.tiers.calls import Breaker, BreakerState, Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
+from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane, Ticket
-from penstock.observe import TransferObserver
+from penstock.observe import LaneObserver, TransferObserver
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,22 @@ class ColdLanes:
     observer: TransferObserver | None = None
 
 
+# Of one tier: a disk needs several requests in its queue, also while some lanes compute checksums.
+_READERS = _WRITERS = 6
+
+
+def cpu_lanes(
+    store: BlockStore, observer: LaneObserver | None = None, transfers: TransferObserver | None = None
+) -> ColdLanes:
+    """New lanes for `store`."""
+
+    def lanes(what: str, num: int) -> list[Lane]:
+        return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
+
+    asker = None if store.local else lanes("ask", 1)[0]
+    return ColdLanes(lanes("read", _READERS), lanes("write", _WRITERS), asker, transfers)
+
+
 @dataclass(frozen=True, slots=True)
 class ColdLimits:
     # Size of one operation: enough to use the disk or network, little enough to begin soon.
@@ -190,7 +207,7 @@ class Writing:
     """Blocks on their way from host slots into a store. Its owner ends the handle after `ColdTier.settle` has
     returned the writing."""
 
-    handle: Handle | None  # protects the slots; None: there are none
+    handle: Handle | None  # protects the slots; None: the caller does, or there are none
     keys: Sequence[bytes]  # all offered keys
     outcomes: list[Outcome]  # by key, once it is settled; FULL also if the queue had no room
     groups: Sequence[StoreGroup]
@@ -349,7 +366,7 @@ class ColdTier:
         keys: Sequence[bytes],
         depths: Sequence[int],
         slots: Sequence[int],
-        handle: Handle,
+        handle: Handle | None,
         must: bool = False,
     ) -> Writing | None:
         """Write those of `keys` that the store is not known to have, in order, as many as the queue has room
@@ -357,7 +374,7 @@ class ColdTier:
 
         None: the store is not usable, or there is no room; counted, and nothing is kept. Otherwise `settle`
         returns the writing exactly once, even if nothing was left to write, and `handle` protects the slots
-        until then.
+        until then. Without a handle the caller protects them by other means.
         """
         if not self.usable:
             self.counts.skip("broken", len(keys))

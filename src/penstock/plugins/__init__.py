@@ -1,0 +1,1 @@
+"""Penstock's colder tiers inside other engines. Imports storage only; owns no model and no scheduler."""
