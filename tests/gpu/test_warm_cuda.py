@@ -20,7 +20,9 @@ _PROCESS = Path(__file__).with_name("warm_process.py")
 
 
 @pytest.fixture(
-    scope="module", params=[("bfloat16", "plain"), ("float32", "plain"), ("bfloat16", "head")], ids="-".join
+    scope="module",
+    params=[("bfloat16", "plain"), ("float32", "plain"), ("bfloat16", "mtp"), ("bfloat16", "eagle")],
+    ids="-".join,
 )
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a fresh process says of itself."""

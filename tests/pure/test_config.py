@@ -88,7 +88,7 @@ GOOD: list[tuple[type, dict[str, Any]]] = [
     (LoraConfig, {"adapters": (("a" * 128, "x"), ("B.b_c:d/e@f+g-h", "y")), "dir": "adapters"}),
     (KvConfig, {"block_tokens": 8, "resident_tokens": FEWEST_RESIDENT * 8}),
     (KvConfig, {"residency": "scored", "pin_spans": ((0, 1),) * MAX_SPANS}),
-    *((SpeculationConfig, {"proposer": name}) for name in ("ngram", "mtp", "mtp:head", "draft:model")),
+    *((SpeculationConfig, {"proposer": name}) for name in ("ngram", "mtp", "mtp:h", "eagle:h", "draft:m")),
     (ServerConfig, {"api_key": "k", "public_metrics": True, "served_names": ("a", "b")}),
     (ServerConfig, {"cors_origins": ("*", "https://example.org:8443"), "otlp_endpoint": "http://h:4318"}),
 ]
@@ -119,9 +119,10 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (SpeculationConfig, {"max_drafts": 1}, "--speculate-tokens needs --speculate"),
     *(
         (SpeculationConfig, {"proposer": name}, "--speculate must be ngram, mtp")
-        for name in ("", "ngram:x", "ngram:", "mtp:", "draft:", "eagle", "eagle:x")
+        for name in ("", "ngram:x", "ngram:", "mtp:", "draft:", "eagle:", "eagle3:x")
     ),
     (SpeculationConfig, {"proposer": "draft"}, "--speculate draft needs a model"),
+    (SpeculationConfig, {"proposer": "eagle"}, "--speculate eagle needs a directory with a head: eagle:PATH"),
     (ServerConfig, {"public_metrics": True}, "--public-metrics needs --api-key"),
     (ServerConfig, {"served_names": ("a", "a")}, "--served-model-name gives one name twice"),
     (ServerConfig, {"served_names": ("-a",)}, "--served-model-name '-a'"),

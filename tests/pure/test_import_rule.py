@@ -72,7 +72,7 @@ LAYERS = (
 # storage works without the engine, which asks its door
 NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}
 STORAGE = ("penstock.kv", "penstock.plugins")  # what plug-ins import, and the base
-HOSTED = ("penstock.plugins.vllm",)  # imports the engine that it runs in, which is not installed here
+HOSTED = ("penstock.plugins.vllm", "penstock.plugins.sglang")  # import their engine; it is not installed here
 ONLY = {"penstock.sanitizer": "penstock.sanitizer", "penstock.trace": "penstock.trace"}  # and the base
 PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("ngram", "length", "drafter"))
 NO_TORCH = (
@@ -266,7 +266,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
         allowed |= {"zmq"} if inside(module, "penstock.server.kv_events") else set()  # the extra events
         allowed |= _names(extras["hub"]) if inside(module, "penstock.models.hub") else set()
         allowed |= _names(extras["dev"]) if inside(module, "penstock.testing") else set()
-        allowed |= {"vllm", "huggingface_hub"} if inside(module, "penstock.plugins") else set()
+        allowed |= {"vllm", "sglang", "huggingface_hub"} if inside(module, "penstock.plugins") else set()
         for line, target in imports_of(ast.parse(path.read_text()), module, is_package):
             top = target.partition(".")[0]
             if top not in allowed and top not in sys.stdlib_module_names:

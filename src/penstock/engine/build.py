@@ -77,8 +77,10 @@ from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
+from penstock.speculation.eagle import read_eagle, read_eagle_config
+from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
-from penstock.speculation.mtp import MtpHead, installed_head, read_head
+from penstock.speculation.mtp import installed_head, read_head
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
 
@@ -161,8 +163,7 @@ class _Models(NamedTuple):
     """The target and what proposes for it on the device, if anything."""
 
     loaded: LoadedModel
-    head: MtpHead | None
-    draft: DraftModel | None
+    proposer: DraftHead | DraftModel | None
     group: KvGroup  # of all layers
     num_blocks: int
 
@@ -171,16 +172,15 @@ class _Models(NamedTuple):
         return self.loaded.model
 
     @property
-    def proposer(self) -> MtpHead | DraftModel | None:
-        return self.head or self.draft
+    def own_dims(self) -> ModelConfig | None:
+        """Of the proposer, if its KV is unlike the target's."""
+        return None if self.proposer is None else self.proposer.own_dims
 
     @property
     def dims(self) -> ModelConfig:
         """By default, sequences are no longer than the draft model's positions."""
-        dims = self.target.config
-        if self.draft is None:
-            return dims
-        return replace(dims, context=min(dims.default_len, self.draft.model.config.max_position))
+        dims, own = self.target.config, self.own_dims
+        return dims if own is None else replace(dims, context=min(dims.default_len, own.max_position))
 
 
 class _Sizes(NamedTuple):
@@ -273,18 +273,19 @@ def _models(setup: _Setup) -> _Models:
     _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
     config = setup.config = for_recurrent(config, loaded.model.config)
-    head, draft = _head(config, loaded.model), _draft(setup, loaded)
-    draft_dims = None if draft is None else draft.model.config
-    layout = layout_for(config, loaded.model.config, device, draft_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, draft_dims), loaded.model.config.state_bytes)
-    models = _Models(loaded, head, draft, group, _num_blocks(config, layout, loaded.model))
+    proposer = _head(config, loaded.model) or _draft(setup, loaded)
+    own_dims = None if proposer is None else proposer.own_dims
+    layout = layout_for(config, loaded.model.config, device, own_dims)
+    group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
+    models = _Models(loaded, proposer, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
 
 
 def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
-    """Of the layers in a block. A head's layer has the window of the target's last layer."""
+    """Of the layers in a block. `draft`: of a proposer with dimensions of its own; another one's layer has
+    the window of the target's last layer."""
     of_draft = () if draft is None else draft.windows or (0,)
     return dims.windows + of_draft if dims.windows else ()
 
@@ -351,7 +352,7 @@ def _executor(
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
     masks = Masks(grammars, limits.max_batch, lane)
-    part = _target_part(storage.arena, target, models.draft)
+    part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
@@ -360,8 +361,7 @@ def _executor(
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
-    blank = None if drafts is None else drafts.blank
-    forward = Forward(target, attention, sampler.pending, begin, blank, slots)
+    forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
@@ -445,6 +445,8 @@ def check_ahead(config: Config) -> None:
     facts = inspect_model(config.source, config.engine.max_model_len)
     config = for_recurrent(config, facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
+    if config.speculation.kind == "eagle":
+        draft_dims = _eagle_dims(config, facts.config)
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
         draft_dims = draft.config
@@ -457,7 +459,7 @@ def check_ahead(config: Config) -> None:
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
-    layout = layout_for(config, facts.config, device)
+    layout = layout_for(config, facts.config, device, draft_dims)
     kv, given = config.kv, config.kv.device_blocks
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
@@ -483,7 +485,7 @@ def _check_deterministic(config: Config, device: torch.device) -> None:
         raise ConfigError("--deterministic needs --device cpu and --dtype float32")
     if config.lora.adapters or config.lora.dir is not None:
         raise ConfigError("--deterministic: adapters are not covered; leave --lora and --lora-dir out")
-    if config.speculation.kind in ("mtp", "draft"):
+    if config.speculation.kind in ("mtp", "eagle", "draft"):
         raise ConfigError(f"--deterministic: --speculate {config.speculation.kind} is not covered; ngram is")
     if config.kv.resident_tokens is not None:
         raise ConfigError(
@@ -509,12 +511,20 @@ def device_for(config: Config) -> torch.device:
 def layout_for(
     config: Config, dims: ModelConfig, device: torch.device, draft: ModelConfig | None = None
 ) -> BlockLayout:
-    """`draft`: the dimensions of a draft model, if known already."""
+    """`draft`: the dimensions of a proposer with dimensions of its own, if known already."""
     dtype = str(_dtype(config, device)).removeprefix("torch.")
     num_layers = dims.num_kv_layers + (config.speculation.kind == "mtp")  # the head's own layer
-    if config.speculation.kind == "draft":
-        num_layers += num_draft_layers(dims, draft or inspect_model(_draft_source(config)).config)
+    if config.speculation.kind == "eagle":
+        draft = draft or _eagle_dims(config, dims)
+    elif config.speculation.kind == "draft":
+        draft = draft or inspect_model(_draft_source(config)).config
+    if draft is not None:
+        num_layers += num_draft_layers(dims, draft)
     return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
+
+
+def _eagle_dims(config: Config, target: ModelConfig) -> ModelConfig:
+    return read_eagle_config(Path(config.speculation.path or ""), target).dims
 
 
 def _draft_source(config: Config) -> ModelSource:
@@ -563,6 +573,8 @@ def _working_bytes(config: Config, model: Decoder) -> float:
     c = model.config
     tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
     per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * model.dtype.itemsize
+    if config.speculation.kind == "eagle":  # three states, side by side, and normalised
+        per_token += 9 * c.hidden * model.dtype.itemsize
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
     states = _state_bytes(c.recurrence, config.engine.max_batch)
@@ -680,13 +692,14 @@ def _why_unpaged(dims: ModelConfig) -> str:
     return f"a model with {kind} is not paged out" if kind else ""
 
 
-def _head(config: Config, model: Decoder) -> MtpHead | None:
+def _head(config: Config, model: Decoder) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
-    if config.speculation.kind != "mtp":
+    kind, path = config.speculation.kind, config.speculation.path
+    if kind == "eagle":
+        return read_eagle(Path(path or ""), model)
+    if kind != "mtp":
         return None
-    if config.speculation.path is not None:
-        return read_head(Path(config.speculation.path), model)
-    return installed_head(model)
+    return installed_head(model) if path is None else read_head(Path(path), model)
 
 
 def _load(setup: _Setup, source: ModelSource, deterministic: bool = False) -> LoadedModel:
@@ -726,11 +739,13 @@ def _layer_ops(device: torch.device, deterministic: bool = False) -> LayerOps:
     return SteadyLayerOps() if deterministic else TorchLayerOps()
 
 
-def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
-    """The arena part that the target's attention reads, and its dimensions. A head's layer has the shape of
-    the target's last layer and uses the same attention."""
+def _target_part(
+    arena: DeviceArena, model: Decoder, own_dims: ModelConfig | None
+) -> tuple[Tensor, ModelConfig]:
+    """The arena part that the target's attention reads, and its dimensions. Without `own_dims`, a head's
+    layer has the shape of the target's last layer and uses the same attention."""
     dims = model.config
-    if draft is not None:
+    if own_dims is not None:
         return arena.tensor[:, : dims.num_layers], dims
     if arena.layout.num_layers != dims.num_layers:  # a head's layer, or layers without KV
         dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
@@ -748,13 +763,16 @@ def _attention(
 
 
 def _guesser(
-    proposer: MtpHead | DraftModel, arena: Tensor, attention: Attention, target: ModelConfig
+    proposer: DraftHead | DraftModel, arena: Tensor, attention: Attention, target: ModelConfig
 ) -> HeadGuesser | ModelGuesser:
-    """A head uses the target's attention, a draft model one of its own over its part of the arena."""
-    if isinstance(proposer, MtpHead):
+    """With dimensions of its own it has an attention of its own over its part of the arena, otherwise the
+    target's."""
+    own = proposer.own_dims
+    if own is not None:
+        attention = _attention(draft_arena(arena, target, own), own, proposer.rope, 0)
+    if isinstance(proposer, DraftHead):
         return HeadGuesser(proposer, attention)
-    own = proposer.model.config
-    return ModelGuesser(proposer, _attention(draft_arena(arena, target, own), own, proposer.model.rope, 0))
+    return ModelGuesser(proposer, attention)
 
 
 def _speculation(

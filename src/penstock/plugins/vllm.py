@@ -89,8 +89,10 @@ class PenstockTier(tiering.SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        more = () if backpressure_detector is None else (backpressure_detector,)  # since 0.29 or later
+        # 0.32 has one, 0.28 has none
+        more = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *more)
+        options.pop("module_path", None)  # vLLM before 0.28 does not use it, and passes it on
         config, given = current_config(), TierOptions.of(options)
         check(config, given)
         if given.ssd_dir is not None:
@@ -104,7 +106,11 @@ class PenstockTier(tiering.SecondaryTierManager):
         self._changes = DiskChanges() if has_events else None
         self._memory = _Memory(primary_kv_view)
         space = Space(digest_of(facts), self._memory.slot_bytes)
-        self._tiers = open_tiers(given, space, self._memory, self._changes)
+        try:
+            self._tiers = open_tiers(given, space, self._memory, self._changes)
+        except BaseException:
+            self._memory.release()
+            raise
         self._windowed = _windowed_groups(config)
         self._loads: dict[Hashable, Collection[bytes]] = {}  # vLLM's keys by job
         self._stores: dict[Hashable, list[bytes]] = {}  # keys by job, where events are told
@@ -266,5 +272,7 @@ def _windowed_groups(config: Configured) -> frozenset[bytes]:
 
 
 def _slots_of(job: Any) -> list[int]:
-    ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # before 0.29 or later
+    ids = (
+        job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    )  # the former in 0.32, the latter in 0.28
     return [int(number) for number in ids]

@@ -120,7 +120,7 @@ def check_hashes(config: Configured) -> None:
     if os.environ.get("PYTHONHASHSEED") is not None:
         return
     hashing = importlib.import_module("vllm.v1.core.kv_cache_utils")
-    has_fixed_seed = hasattr(hashing, "resolve_none_hash_seed")  # since 0.29 or later
+    has_fixed_seed = hasattr(hashing, "resolve_none_hash_seed")  # 0.32 has one, 0.28 has none
     algorithm = _value(config.vllm.cache_config, "prefix_caching_hash_algo")
     if not (has_fixed_seed and algorithm.startswith("sha256")):
         raise ConfigError(
@@ -223,7 +223,9 @@ def _group(group: Any) -> tuple[list[str], str]:
 def _placement(tensor: Any) -> tuple[list[str], int]:
     """Layers in order, and what a block of theirs takes if vLLM says it here. Not the tensor's size, which
     follows free memory."""
-    layers = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by  # before 0.29 or later
+    layers = (
+        tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
+    )  # the former in 0.32, the latter in 0.28
     return list(layers), getattr(tensor, "block_stride", 0)
 
 

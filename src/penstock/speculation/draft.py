@@ -26,6 +26,14 @@ class DraftModel:
         self.vocab = vocab
 
     @property
+    def own_dims(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def rope(self) -> Tensor:
+        return self.model.rope
+
+    @property
     def digest(self) -> bytes:
         return self.model.digest + self.model.config.positions.encode()
 

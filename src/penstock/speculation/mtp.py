@@ -1,14 +1,9 @@
-"""A multi-token-prediction head: it guesses the target's next tokens from its last hidden state. Owns the
-head's weights and files.
+"""A multi-token-prediction head that Penstock trained. Owns the head's weights and files.
 
-    x = fc [norm(hidden), norm(embedding of the next token)]     hidden: the residual stream behind the
-    target's last layer
-    y = one decoder layer of the target's own shape, over x      with KV rows of its own
-    logits = rows of the target's output matrix, by norm(y)      all of them, or those of the draft vocabulary
-
-The entry of token i takes the hidden state of token i - 1, and its logits are a guess at token i + 1. y
-stands for the hidden state of token i, so the same step with y and the guessed token guesses one token
-further.
+x = fc [norm(hidden), norm(embedding of the next token)]     hidden: the residual stream behind the
+target's last layer
+y = one decoder layer of the target's own shape, over x      with KV rows of its own
+logits = rows of the target's output matrix, by norm(y)      all of them, or those of the draft vocabulary
 """
 
 from __future__ import annotations
@@ -17,10 +12,10 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -30,19 +25,12 @@ from penstock.errors import ModelError
 from penstock.models.architecture import WeightSpec, stack
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
-from penstock.models.forms import Forms, Matrix
-from penstock.models.model import ModelConfig, PagedKv, Weight
+from penstock.models.forms import Matrix
+from penstock.models.model import ModelConfig, Weight
 from penstock.models.registry import architecture_of
-from penstock.models.weights import (
-    empty_formed,
-    empty_weight,
-    put_rows,
-    read_json,
-    read_tensors,
-    refuse_any,
-    unusable_tensors,
-)
-from penstock.speculation.vocab import DraftVocab
+from penstock.models.weights import read_json, read_tensors
+from penstock.speculation.head import DraftHead, load_weights
+from penstock.speculation.vocab import DraftVocab, read_vocab
 
 CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
 FORMAT, VERSION = "penstock-mtp", 1
@@ -51,13 +39,6 @@ MAX_DEPTH = 16
 # fields of the target's config
 _SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")
 _MAP_FORMS = ("absolute", "offset")
-
-
-class Guess(NamedTuple):
-    """The output of one step of the head."""
-
-    hidden: Tensor  # [T, hidden]: input of the step one token further
-    logits: Tensor  # [T, draft vocab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +50,7 @@ class HeadConfig:
     d2t_form: str = "absolute"
 
 
-class MtpHead:
+class MtpHead(DraftHead):
     """A head on the device of its target, whose embedding and output matrix it shares."""
 
     def __init__(
@@ -81,39 +62,28 @@ class MtpHead:
         digest: bytes = b"",
     ) -> None:
         self.config = config
-        self.vocab = None if vocab is None else vocab.to(target.device)
-        self.digest = digest  # of its file
-        self._target = target
         self._fc, *self._norms = (weights[name] for name in ("fc", "hidden_norm", "embed_norm"))
-        output = target.output if self.vocab is None else rows_of(target.output, self.vocab.target_ids)
+        output = target.output
+        if vocab is not None:
+            output = rows_of(output, vocab.target_ids.to(target.device))
         layer = {
             f"layers.0.{name.removeprefix('layer.')}": weight
             for name, weight in weights.items()
             if name.startswith("layer.")
         }
         inner = {**layer, "embed": target.embedding, "head": output, "norm": weights["norm"]}
-        self._block = Decoder(head_dims(target.config), inner, target.ops, b"")
-        self.dims, self.dtype = self._block.config, self._block.dtype
+        block = Decoder(head_dims(target.config), inner, target.ops, b"")
+        super().__init__(block, (target.config.num_layers,), vocab, digest)
 
-    def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
-        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as
-        its layer 0. `at`: entries to guess for; None: all."""
-        inner, residual = self._block.layer(0, self._joined(hidden, tokens), None, kv)
-        if at is not None:
-            inner, residual = inner[..., at, :], residual[at]
-        state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
-        return Guess(state, self._block.head(inner, residual))
+    def fused(self, tapped: Sequence[Tensor]) -> Tensor:
+        return tapped[0]
 
-    def fill(self, hidden: Tensor, tokens: Tensor, kv: PagedKv) -> None:
-        """Only write the rows of `kv`: with a single layer this needs no attention."""
-        self._block.project(0, self._joined(hidden, tokens), None, kv)
-
-    def _joined(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        ops, both = self._target.ops, (hidden, self._target.embed(tokens))
+    def _joined(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
+        ops, both = self._block.ops, (hidden, self._block.embed(tokens))
         normed = [
             ops.rms_norm(x, norm, self.dims.norm_eps) for x, norm in zip(both, self._norms, strict=True)
         ]
-        return ops.linear(torch.cat(normed, dim=-1), self._fc)
+        return ops.linear(torch.cat(normed, dim=-1), self._fc), None
 
 
 def head_dims(target: ModelConfig) -> ModelConfig:
@@ -198,11 +168,10 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
     file = directory / CONFIG_FILE
     config = _checked_config(read_json(file), target, str(file))
     tensors, data = read_tensors(directory / TENSORS_FILE)
-    vocab = _vocab(tensors.pop("d2t", None), config, target.config.vocab, str(directory / TENSORS_FILE))
-    _check_tensors(tensors, target.config, directory / TENSORS_FILE)
-    weights = {
-        weight.name: _placed(weight, tensors[weight.name], target) for weight in head_layout(target.config)
-    }
+    where, is_offset = str(directory / TENSORS_FILE), config.d2t_form == "offset"
+    d2t = tensors.pop("d2t", None)
+    vocab = read_vocab(d2t, config.draft_vocab, target.config.vocab, where, offsets=is_offset)
+    weights = load_weights(head_layout(target.config), tensors, target, directory / TENSORS_FILE)
     return MtpHead(config, weights, vocab, target, hashlib.blake2b(data, digest_size=16).digest())
 
 
@@ -249,40 +218,3 @@ def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> Head
     form = raw.get("d2t_form", "absolute")
     fields.need(form in _MAP_FORMS, f"d2t_form is {form!r}; known are {', '.join(_MAP_FORMS)}")
     return HeadConfig(fields.count("depth", most=MAX_DEPTH), draft_vocab, form)
-
-
-def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> DraftVocab | None:
-    """Refuses a smaller vocabulary without its map: its ids would be taken as target ids, and nearly every
-    draft would be rejected."""
-    if (d2t is None) != (config.draft_vocab == 0):
-        raise ModelError(
-            f"{where}: draft_vocab is {config.draft_vocab}, and there is {'no' if d2t is None else 'a'} d2t"
-        )
-    if d2t is None:
-        return None
-    made = DraftVocab(d2t, vocab, where, offsets=config.d2t_form == "offset")
-    if len(made) != config.draft_vocab:
-        raise ModelError(f"{where}: d2t has {len(made)} entries, and draft_vocab is {config.draft_vocab}")
-    return made
-
-
-def _check_tensors(tensors: Mapping[str, Tensor], target: ModelConfig, where: Path) -> None:
-    shapes = {weight.name: weight.shape for weight in head_layout(target)}
-    problems = {
-        "missing tensors": [name for name in shapes if name not in tensors],
-        "unexpected tensors": [name for name in tensors if name not in shapes],
-        **unusable_tensors(tensors, shapes),
-    }
-    refuse_any(problems, f"the tensors in {where} do not fit the model")
-
-
-def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:
-    """Put a weight on the target's device, in the storage form of the target's matrices."""
-    like = target.layers[-1].qkv
-    if isinstance(like, Matrix):
-        forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
-        room = empty_formed(weight, target.config, forms)
-    else:
-        room = empty_weight(weight, target.device, target.dtype)
-    put_rows(room, slice(None), values)
-    return room

@@ -42,3 +42,18 @@ class DraftVocab:
         moved = copy.copy(self)
         moved.target_ids = self.target_ids.to(device)
         return moved
+
+
+def read_vocab(
+    d2t: Tensor | None, num: int, vocab: int, where: str, *, offsets: bool = False
+) -> DraftVocab | None:
+    """The map of a head that covers `num` tokens, 0 if all. Refuses a smaller vocabulary without its map: its
+    ids would be taken as target ids, and nearly every draft would be rejected."""
+    if (d2t is None) != (num == 0):
+        raise ModelError(f"{where}: draft_vocab is {num}, and there is {'no' if d2t is None else 'a'} d2t")
+    if d2t is None:
+        return None
+    made = DraftVocab(d2t, vocab, where, offsets=offsets)
+    if len(made) != num:
+        raise ModelError(f"{where}: d2t has {len(made)} entries, and draft_vocab is {num}")
+    return made

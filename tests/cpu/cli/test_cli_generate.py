@@ -133,6 +133,7 @@ DUMMY = ("--model", "tiny-llama", "--load-format", "dummy")
         (("x", *DUMMY, "--kv-offload-host-gib", "1e6"), "lower --kv-offload-host-gib"),
         (("x", *DUMMY, "--kv-offload-host-gib", "1e-7"), "holds no KV block"),
         (("x", "--model", "qwen3-4b"), "--load-format dummy"),
+        (("x", *DUMMY, "--speculate", "eagle:/no/head"), "/no/head/config.json cannot be read"),
         (("\udcff", *DUMMY), "Unicode"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,6 +14,7 @@ from penstock.config import ADMISSIONS, DEVICE_EVICTIONS, EVICTIONS, Config
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.flags import Parser, config_of, engine_flags
+from tests.cpu.engine.test_eagle_engine import write_random_eagle
 from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.pairwise import Case, pairwise
 from tests.support.driving import run_all, settle_all, submit, wait_scanned
@@ -33,13 +34,14 @@ OPTIONS = {
     "--eviction": EVICTIONS,
     "--sanitize-bytes": (None, ""),
     "--trace": (None, "trace.json"),
-    "--speculate": (None, "ngram", "mtp", "draft:tiny-qwen3"),
+    "--speculate": (None, "ngram", "mtp", "eagle", "draft:tiny-qwen3"),
     "--speculate-tokens": (None, 1, 7, 15, 16),
     "blocks": ("few", "many"),
     "tiers": ("none", "host", *ADMISSIONS),
     "deep": (False, True),
     "always drafts": (False, True),
 }
+HEADS = {"mtp": write_random_head, "eagle": write_random_eagle}
 CASES = pairwise(OPTIONS)
 MAX_MODEL_LEN, NUM_TOKENS = 400, 20
 
@@ -52,13 +54,13 @@ def prompts() -> list[list[int]]:
     return [short, long, short[:40], [7] * 30]
 
 
-def flags_of(case: Case, head: Path, disk: Path) -> list[str]:
+def flags_of(case: Case, heads: Path, disk: Path) -> list[str]:
     """What belongs to something that the case does not have is left out: it would be refused."""
     given = {name: value for name, value in case.items() if name.startswith("--") and value is not None}
     if case["--speculate"] is None:
         given.pop("--speculate-tokens", None)
-    elif case["--speculate"] == "mtp":
-        given["--speculate"] = f"mtp:{head}"
+    elif (kind := case["--speculate"]) in HEADS:
+        given["--speculate"] = f"{kind}:{heads / kind}"
     block = case["--block-tokens"]
     has_tiers, is_deep = (
         case["tiers"] != "none",
@@ -101,14 +103,16 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[tuple[int, ...]], Path]]:
-    """What an engine without any of the flags says, and a head for its model."""
+    """What an engine without any of the flags says, and where heads for its model are, by their kind."""
     engine = build(
         parsed(
             [*MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--device-kv-blocks", "256", "--no-kv-offload"]
         )
     )
-    head = write_random_head(tmp_path_factory.mktemp("any flags") / "head", model_of(engine))
-    yield answers(engine), head
+    heads = tmp_path_factory.mktemp("any flags")
+    for kind, write in HEADS.items():
+        write(heads / kind, model_of(engine))
+    yield answers(engine), heads
     engine.close(timeout_s=20.0)
 
 
@@ -116,8 +120,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[tuple
 def test_with_any_two_flags_a_warm_engine_says_what_it_says_without(
     case: Case, plain: tuple[list[tuple[int, ...]], Path], tmp_path: Path
 ) -> None:
-    right, head = plain
-    flags = flags_of(case, head, tmp_path / "kv")
+    right, heads = plain
+    flags = flags_of(case, heads, tmp_path / "kv")
     for _ in range(2 if case["tiers"] in ADMISSIONS else 1):
         engine = build(parsed(flags))
         if case["tiers"] in ADMISSIONS:

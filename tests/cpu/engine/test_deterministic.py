@@ -86,6 +86,7 @@ def test_kv_of_both_modes_has_keys_of_its_own(tmp_path: Path) -> None:
         ),
         ({"lora": LoraConfig((("a", "/nowhere"),))}, "adapters are not covered"),
         ({"speculation": SpeculationConfig("mtp")}, "--speculate mtp is not covered"),
+        ({"speculation": SpeculationConfig("eagle:x")}, "--speculate eagle is not covered"),
         ({"kv": KvConfig(device_blocks=64, resident_tokens=256)}, "fit on the device"),
         ({"kv": KvConfig(device_blocks=9)}, "fit on the device"),
     ],

@@ -63,8 +63,8 @@ def write_random_head(
     return directory
 
 
-def with_head(config: Config, head: Path) -> Config:
-    return dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", 3))
+def with_head(config: Config, head: Path, kind: str = "mtp") -> Config:
+    return dataclasses.replace(config, speculation=SpeculationConfig(f"{kind}:{head}", 3))
 
 
 @pytest.fixture
@@ -73,7 +73,13 @@ def device() -> str:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, device: str) -> Any:
+def with_random_head() -> Callable[..., Config]:
+    """A config with a head as `write_random_head` writes it."""
+    return lambda config, *head, **vocab: with_head(config, write_random_head(*head, **vocab))
+
+
+@pytest.fixture
+def pair(tmp_path: Path, device: str, with_random_head: Callable[..., Config]) -> Any:
     """An engine without, and one with a head, whose drafts are all verified."""
     made: list[tuple[Engine, Sanitizer | None]] = []
 
@@ -81,9 +87,7 @@ def pair(tmp_path: Path, device: str) -> Any:
         config = tiny_config(**{"device": device, **settings})
         plain = build(config)
         sanitizer = Sanitizer()
-        drafting = build(
-            with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer
-        )
+        drafting = build(with_random_head(config, tmp_path / "head", model_of(plain)), sanitizer=sanitizer)
         forced(drafting)
         made.extend([(plain, None), (drafting, sanitizer)])
         return plain, drafting
@@ -129,12 +133,16 @@ def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[i
     "options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "drawn"]
 )
 def test_drafts_of_a_pruned_vocabulary_are_the_targets(
-    options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts
+    options: dict[str, Any],
+    tmp_path: Path,
+    device: str,
+    prompts: Prompts,
+    with_random_head: Callable[..., Config],
 ) -> None:
     config = tiny_config(device=device)
     plain = build(config)
     vocab = DraftVocab(torch.arange(7, 512, 5).flip(0), 512, "here")
-    engine = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain), vocab=vocab)))
+    engine = build(with_random_head(config, tmp_path / "head", model_of(plain), vocab=vocab))
     forced(engine)
     found = recorded_drafts(engine, prompts(30), **options)
     drafts = {token for pending in found.values() for token in pending[1:]}
@@ -170,6 +178,27 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
 
 
 # ----------------------------------------------------------------------------------- while nothing is drafted
+
+
+def test_what_is_decoded_while_nothing_is_drafted_is_left_out(pair: Any, prompts: Prompts) -> None:
+    """The head's KV of it is blank, that of the prompt is not, and drafts that begin later change no
+    answer."""
+    plain, engine = pair()
+    right = generate(plain, prompts(20), max_tokens=60)
+    engine.parts.arena.tensor.fill_(0.5)  # as if others had used it before
+    speculation = forced(engine, is_on=False)
+    found = submit(engine, prompts(20), max_tokens=60)
+    while len(found.tokens) < 30:
+        engine.step()
+    engine.parts.lanes[0].drain()
+    table = engine.parts.scheduler.running.requests[found.request_id].table
+    slots = torch.from_numpy(table.slots(48).astype("int64"))
+    own = pass_of(engine, DraftPass).drafts.guesser.attention.arena[:, -1][slots]
+    rows = own.permute(0, 2, 1, 3, 4).flatten(0, 1).flatten(1)  # by token
+    assert rows[:20].any(dim=1).all() and not rows[20:48].any()
+    speculation.is_on = True
+    run_all(engine)
+    assert_same(found, right)
 
 
 @pytest.mark.parametrize("block_tokens", [8, 16])
@@ -265,14 +294,16 @@ def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(
     engine.close(timeout_s=20.0)
 
 
-def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:
+def test_blocks_of_another_head_are_not_found(
+    tmp_path: Path, device: str, prompts: Prompts, with_random_head: Callable[..., Config]
+) -> None:
     config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05)
     plain = build(config)
-    heads = [write_random_head(tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
+    heads = [with_random_head(config, tmp_path / f"head{seed}", model_of(plain), seed) for seed in (1, 2)]
     plain.close(timeout_s=20.0)
     sources = []
-    for head in (heads[0], heads[0], heads[1]):
-        engine = build(with_head(config, head))
+    for with_one in (heads[0], heads[0], heads[1]):
+        engine = build(with_one)
         wait_scanned(engine)
         found = submit(engine, prompts(64), max_tokens=2)
         run_all(engine)

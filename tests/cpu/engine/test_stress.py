@@ -15,6 +15,7 @@ from penstock.contract import FinishReason
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
+from tests.cpu.engine.test_eagle_engine import write_random_eagle
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.cpu.engine.test_tiers import overlap_from
@@ -95,9 +96,11 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     alone = make_engine(model, prefix_cache=False, capture=False, prefill_chunk=512)
     asked = [random_request(rng, stems) for _ in range(40)]
     asked += rng.choices(asked, k=20)  # what was asked before is what prompt lookup can propose
-    proposer = ("ngram", "draft:tiny-qwen3", f"mtp:{tmp_path / 'head'}", None, "draft:tiny-llama")[seed % 5]
-    if proposer is not None and proposer.startswith("mtp"):
-        write_random_head(tmp_path / "head", model_of(alone))
+    head = tmp_path / "head"
+    heads = f"mtp:{head}", f"eagle:{head}"
+    proposer = ("ngram", "draft:tiny-qwen3", heads[0], None, "draft:tiny-llama", heads[1])[seed % 6]
+    if proposer in heads:
+        (write_random_head if proposer == heads[0] else write_random_eagle)(head, model_of(alone))
     host_blocks = (0, 40, 8, 400)[seed % 4]
     if seed % 2:  # padded replays of every kind, as on CUDA
         monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))

@@ -12,10 +12,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import cli
 from penstock.server.metrics import exposition
+from penstock.server.routes import OPEN_PATHS
 from penstock.server.seats import RequestFigures
 from penstock.settings_file import take_in
 from tests.cpu.server.test_metrics import STATS, Fixed
@@ -106,3 +108,87 @@ def test_the_unit_and_the_image_start_a_server_with_flags_that_exist() -> None:
     image = (DEPLOY / "Containerfile").read_text()
     command = json.loads(re.search(r"^CMD (\[.*\])$", image, flags=re.MULTILINE)[1])  # type: ignore[index]
     assert cli.make_parser().parse_args(command).host == "0.0.0.0"
+
+
+def manifests() -> dict[str, list[Any]]:
+    files = (DEPLOY / "kubernetes").glob("*.yaml")
+    return {file.name: list(yaml.safe_load_all(file.read_text())) for file in files}
+
+
+@pytest.mark.parametrize("file", ["cpu.yaml", "gpu.yaml"])
+def test_pods_start_the_server_with_settings_that_exist_and_writes_to_the_volume(
+    file: str, tmp_path: Path
+) -> None:
+    read = manifests()
+    [settings, *services] = read["penstock.yaml"]
+    [stateful] = read[file]
+    pod = stateful["spec"]["template"]["spec"]
+    [server] = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
+    [name] = settings["data"]
+    assert server["args"][1:3] == ["--config", f"{mounts['config']}/{name}"]
+    (tmp_path / name).write_text(settings["data"][name])
+    words = [server["args"][0], "--config", str(tmp_path / name), *server["args"][3:]]
+    args = cli.make_parser().parse_args(words)
+    take_in(args, words)
+    assert (args.host, args.port) == ("0.0.0.0", server["ports"][0]["containerPort"])
+
+    # below the volume's root, which kubelet makes writable for the group: the server refuses such a folder
+    written = {one["name"]: one.get("value", "") for one in server["env"]}
+    assert written.keys() == {"PENSTOCK_API_KEY", "PENSTOCK_CACHE", "HOME"}
+    for folder in (args.kv_offload_ssd_dir, written["PENSTOCK_CACHE"], written["HOME"]):
+        assert Path(folder).parent == Path(mounts["data"])
+    [claim] = stateful["spec"]["volumeClaimTemplates"]
+    storage = claim["spec"]["resources"]["requests"]["storage"]
+    assert claim["metadata"]["name"] == "data" and args.kv_offload_ssd_gib < int(storage.removesuffix("Gi"))
+    assert args.kv_offload_host_gib < int(server["resources"]["limits"]["memory"].removesuffix("Gi"))
+
+    probes = [server[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert [probe["path"] for probe in probes] == ["/live", "/live", "/health"]
+    assert {probe["path"] for probe in probes} <= OPEN_PATHS
+    pause_s = float(server["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause_s + args.shutdown_s + 20
+
+    labels = stateful["spec"]["template"]["metadata"]["labels"]
+    assert stateful["spec"]["serviceName"] in {one["metadata"]["name"] for one in services}
+    [policy], [monitor] = read["networkpolicy.yaml"], read["podmonitor.yaml"]
+    for selector in (
+        *(one["spec"]["selector"] for one in services),
+        stateful["spec"]["selector"]["matchLabels"],
+        policy["spec"]["podSelector"]["matchLabels"],
+        monitor["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector == labels
+    [secret] = [one["valueFrom"]["secretKeyRef"] for one in server["env"] if "valueFrom" in one]
+    assert monitor["spec"]["podMetricsEndpoints"] == [
+        {
+            "port": server["ports"][0]["name"],
+            "path": "/metrics",
+            "interval": "15s",
+            "authorization": {"type": "Bearer", "credentials": secret},
+        }
+    ]
+
+
+def test_servers_with_and_without_a_gpu_differ_only_in_sizes() -> None:
+    read = manifests()
+    [cpu], [gpu] = read["cpu.yaml"], read["gpu.yaml"]
+    for one in (cpu, gpu):
+        pod = one["spec"]["template"]["spec"]
+        pod.pop("tolerations", None)
+        pod["containers"][0]["args"] = [word for word in pod["containers"][0]["args"] if not word.isdigit()]
+        del pod["containers"][0]["resources"]
+        del one["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]
+    assert cpu == gpu
+
+
+def test_the_image_runs_as_the_user_that_pods_run_as() -> None:
+    image = (DEPLOY / "Containerfile").read_text()
+    user = re.search(r"^USER (\d+)$", image, flags=re.MULTILINE)
+    assert user is not None and f"useradd --uid {user[1]} " in image
+    for file in ("cpu.yaml", "gpu.yaml"):
+        [stateful] = manifests()[file]
+        pod = stateful["spec"]["template"]["spec"]
+        assert str(pod["securityContext"]["runAsUser"]) == user[1]
+        [server] = pod["containers"]
+        assert server["securityContext"]["readOnlyRootFilesystem"]

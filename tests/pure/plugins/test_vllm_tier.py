@@ -4,6 +4,7 @@ refuses."""
 from __future__ import annotations
 
 import inspect
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -251,6 +252,24 @@ def test_a_shutdown_with_a_call_in_flight_keeps_the_memory_and_says_so(far: Memo
         rig.map.close()  # which raises while something sees the memory
 
 
+def test_a_tier_that_cannot_be_opened_leaves_the_memory_alone(model: Path, tmp_path: Path) -> None:
+    options = {"ssd_dir": str(tmp_path / "kv"), **DISK}
+    with fake_vllm() as plugin:
+        rig = VllmRig(plugin, NEWEST, model, **options)
+        view = memoryview(memory := mmap.mmap(-1, 4 * SLOT_BYTES)).cast("B", (4, SLOT_BYTES))
+        spec = SimpleNamespace(extra_config={"block_size": 16}, kv_events_config=SimpleNamespace())
+        spec.kv_events_config.enable_kv_cache_events = False
+        with (
+            vllm_host.configured(vllm_host.Configured(*rig.config)),
+            pytest.raises(ConfigError, match="is in use by") as refused,
+        ):
+            plugin.PenstockTier(spec, view, "PenstockTier", **options)
+        view.release()
+        memory.close()  # while the error is handled; raises if something sees the memory
+        assert refused.value
+        rig.tier.shutdown()
+
+
 def test_metrics_have_the_names_that_were_declared(rig: VllmRig) -> None:
     rig.store(KEYS[:4])
     rig.load(KEYS[:3])
@@ -350,6 +369,15 @@ def test_adapters_are_refused_unless_the_user_vouches_for_them(model: Path, tmp_
         with pytest.raises(ConfigError, match="trust_adapters must be true with LoRA"):
             VllmRig(plugin, NEWEST, model, config, **options)
         VllmRig(plugin, NEWEST, model, config, **options, trust_adapters=True).tier.shutdown()
+
+
+def test_one_configuration_serves_versions_that_do_and_do_not_take_a_module(
+    plugin: ModuleType, version: str, model: Path, tmp_path: Path
+) -> None:
+    module = {} if version >= "0.28" else {"module_path": "penstock.plugins.vllm"}
+    rig = VllmRig(plugin, version, model, ssd_dir=str(tmp_path / "kv"), **DISK, **module)
+    assert rig.store(KEYS[:2]).success
+    rig.tier.shutdown()
 
 
 def test_each_data_parallel_rank_has_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from penstock.engine.execution.passes import (
 from penstock.engine.execution.replays import CapturedPass, Replays
 from penstock.engine.execution.sampler import Rows
 from penstock.speculation.draft import DraftModel
-from penstock.speculation.mtp import MtpHead
+from penstock.speculation.head import DraftHead
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class Guesser(Protocol):
     """Guesses from a step and from drafts, and keeps KV of its own."""
 
     max_position: int
+    taps: tuple[int, ...]  # of the target, see `DraftMaker`
     attention: Attention  # over its own layers; perhaps the target's
     target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: ids are equal
 
@@ -79,23 +80,24 @@ class Guesser(Protocol):
 
 
 class HeadGuesser:
-    """A multi-token-prediction head over the target's hidden states."""
+    """A draft head over the target's hidden states."""
 
-    def __init__(self, head: MtpHead, attention: Attention) -> None:
-        """`attention` is the target's, which has one layer more for the head."""
+    def __init__(self, head: DraftHead, attention: Attention) -> None:
+        """The head's layer is the last one of `attention`, which may be the target's."""
         self._head, self.attention = head, attention
         self._layer = attention.arena.shape[1] - 1
-        self.max_position = head.dims.max_position
+        self.max_position, self.taps = head.dims.max_position, head.taps
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
-        self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
+        self._head.fill(self._head.fused(flow.tapped), nexts, self._kv(flow.bound_inputs()))
 
     def blank(self, flow: Flow) -> None:
         blank(self.attention.arena[:, self._layer :], flow.bound_inputs().write_at)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, drafts: Drafts) -> _Guess:
-        guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
+        hidden = self._head.fused(flow.tapped)
+        guess = self._head.step(hidden, nexts, self._kv(flow.bound_inputs()), lasts)
         return _Guess(guess.logits, place, guess.hidden)
 
     def further(self, guess: _Guess, place: StepInputs) -> _Guess:
@@ -104,12 +106,13 @@ class HeadGuesser:
         return _Guess(made.logits, place, made.hidden)
 
     def _kv(self, inputs: StepInputs) -> BoundKv:
-        """The head's only layer is the last one of the arena."""
         return BoundKv(self.attention, inputs, self._layer)
 
 
 class ModelGuesser:
     """A smaller model. It needs only tokens, and uses no adapters."""
+
+    taps: tuple[int, ...] = ()
 
     def __init__(self, draft: DraftModel, attention: Attention) -> None:
         """`attention` is over the model's own part of the arena."""
@@ -153,6 +156,10 @@ class Drafts:
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # drafting has stopped for good
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.guesser.taps
 
     def blank(self, flow: Flow) -> None:
         """After a decode-only step: no draft attends to old bytes at the place of its tokens."""
@@ -344,13 +351,6 @@ def pack_nexts(plan: StepPlan, gap: int, is_bucket: bool, into: NDArray[np.int32
             into[at:end] = -1 - np.arange(sample, sample + end - at) if chunk.num_logits else chunk.next_token
         at, sample = end, sample + max(chunk.num_logits, is_bucket)
     into[at:] = 0
-
-
-def _hidden_of(flow: Flow) -> Tensor:
-    """[T, width], also if the last layer left shares [shares, T, width]."""
-    hidden, residual = flow.hidden, flow.residual
-    assert hidden is not None and residual is not None
-    return residual + (hidden.sum(dim=0) if hidden.dim() == 3 else hidden).to(residual.dtype)
 
 
 def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:

@@ -4,7 +4,7 @@ eagerly or captured."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -64,6 +64,7 @@ class Flow:
     residual: Tensor | None = None
     attending: Attending | None = None  # set and read by the attention passes of one layer
     logits: Tensor | None = None  # [S, vocab]; None if the step samples nothing
+    tapped: tuple[Tensor, ...] = ()  # [T, hidden] each: what drafts are made from
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
     scores: StepScores | None = None  # None: no chunk asks for scores of its context
 
@@ -136,6 +137,17 @@ def layer_stores(
     return tuple(stores)
 
 
+class DraftMaker(Protocol):
+    """What makes drafts from a step, as its pass sees it."""
+
+    @property
+    def taps(self) -> Collection[int]:
+        """Layers whose input it takes. The number of layers means the output of the last one."""
+
+    def blank(self, flow: Flow) -> None:
+        """Runs last in every decode-only pass."""
+
+
 class Forward:
     """Makes the ops of one pass over a model."""
 
@@ -145,11 +157,11 @@ class Forward:
         attention: Attention,
         pending: Tensor,
         begin: Callable[[], None] = lambda: None,
-        blank: Callable[[Flow], None] | None = None,
+        maker: DraftMaker | None = None,
         slots: StateSlots | None = None,
     ) -> None:
-        """`begin` is called first in every pass, on the compute thread; `blank` last in every decode-only
-        pass. `slots`: the states of recurrent layers."""
+        """`begin` is called first in every pass, on the compute thread. `slots`: the states of recurrent
+        layers."""
         self.model = model
         self.slots = slots
         self._stores = layer_stores(model.config, attention, slots)
@@ -157,8 +169,8 @@ class Forward:
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
         self._pending = pending
-        self._blank = blank
-        self.blanks = blank is not None
+        self._maker = maker
+        self.blanks = maker is not None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -173,21 +185,18 @@ class Forward:
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""
-        layers = [
+        ops = [LayerOp(partial(self._embed, flow), (0, 0), "embed")]
+        ops += [
             LayerOp(partial(self._layer, flow, i), store.layers, f"layer {i}", store.states)
             for i, store in enumerate(self._stores)
         ]
-        blanks = (
-            [LayerOp(partial(self._blank, flow), (0, 0), "blank")]
-            if self._blank is not None and is_decode
-            else []
-        )
-        return [
-            LayerOp(partial(self._embed, flow), (0, 0), "embed"),
-            *layers,
-            LayerOp(partial(self._head, flow), (0, 0), "head"),
-            *blanks,
-        ]
+        if self._maker is not None:
+            for layer in sorted(self._maker.taps, reverse=True):
+                ops.insert(1 + layer, LayerOp(partial(self._tap, flow), (0, 0), "tap"))
+        ops.append(LayerOp(partial(self._head, flow), (0, 0), "head"))
+        if self._maker is not None and is_decode:
+            ops.append(LayerOp(partial(self._maker.blank, flow), (0, 0), "blank"))
+        return ops
 
     def _embed(self, flow: Flow) -> None:
         self._begin()
@@ -201,7 +210,15 @@ class Forward:
             places = places * width + (-1 - firsts).clamp(0, width - 1)
         latest = self._pending.view(-1)[places]
         firsts.copy_(torch.where(firsts < 0, latest, firsts))
-        flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
+        flow.hidden, flow.residual, flow.tapped = self.model.embed(inputs.tokens), None, ()
+
+    def _tap(self, flow: Flow) -> None:
+        """Keep the residual stream as it is here."""
+        hidden, residual = flow.hidden, flow.residual
+        assert hidden is not None
+        if residual is not None:
+            hidden = residual + (hidden.sum(dim=0) if hidden.dim() == 3 else hidden).to(residual.dtype)
+        flow.tapped = (*flow.tapped, hidden)
 
     def _layer(self, flow: Flow, index: int) -> None:
         assert flow.hidden is not None

@@ -83,6 +83,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     broken: bool = False  # a step of it failed: what it computes is garbage
+    state: int = 0  # of recurrent layers: the node of the last token that ran through it
 
 
 class Device:
@@ -97,9 +98,11 @@ class Device:
         tags = TagArena("host", num_host, LAYERS, self._garbage)
         self.host: SteppedArena = ByteArena("host", num_host, LAYERS, cell) if host_bytes else tags
         self.lanes = SteppedLanes(self.arena, self.host)
+        self.has_states = False  # some layers are recurrent
         # all that may run: a plan says of them what a real device has to know, and no more
         self.requests: dict[str, Request] = {}
         self._rows: dict[int, Row] = {}
+        self.kept_states: dict[int, int] = {}  # by slot
         self._nodes: dict[tuple[int, int], int] = {}
         self._paths: dict[int, tuple[int, ...]] = {0: ()}
         self._right: dict[object, bytes] = {}  # contents whose key was checked
@@ -121,6 +124,7 @@ class Device:
                 sampled.append(Sampled(chunk.request_id, (0,)))
                 continue
             self._compute(chunk, row)
+            self._advance(chunk, row)
             if chunk.echo is not None:
                 scored.append((chunk.request_id, scores_of(chunk.echo, chunk.start)))
             if chunk.num_logits:
@@ -133,6 +137,8 @@ class Device:
             self._start(start)
         for chunk in plan.chunks:
             self._rows[chunk.row].broken = True
+            if chunk.state is not None and chunk.state.ends is not None:
+                self.kept_states[chunk.state.ends] = -1
             self._scribble(chunk)
         return StepResult(plan.number, (), error=StepFailure.of(error))
 
@@ -182,6 +188,24 @@ class Device:
                 assert cell[: len(wanted)] == wanted, (
                     f"{chunk.request_id} reads wrong tokens in block {block}"
                 )
+
+    def _advance(self, chunk: Chunk, row: Row) -> None:
+        """Its tokens run through the state of its row."""
+        if chunk.start == 0:
+            row.state = 0
+        if chunk.state is not None and chunk.state.begins is not None:
+            row.state = self.kept_states[chunk.state.begins]
+        before = row.nodes[chunk.start - 1] if chunk.start else 0
+        assert row.state == before or not self.has_states, f"{chunk.request_id} has the state of other tokens"
+        row.state = row.nodes[chunk.kv_len - 1]
+        if chunk.state is not None and chunk.state.ends is not None:
+            self.kept_states[chunk.state.ends] = row.state
+
+    def check_kept(self, slot: int, key: bytes) -> None:
+        """What a key promises is the state in its slot."""
+        tokens = self._paths.get(self.kept_states[slot])
+        assert tokens and len(tokens) % BLOCK == 0, "a state is kept where no block ends"
+        assert prefix_keys(tokens, BLOCK, SCOPE.digest())[-1] == key, "a state has the key of other tokens"
 
     def _write(self, chunk: Chunk, nodes: Sequence[int]) -> None:
         slots = chunk.slots.tolist()

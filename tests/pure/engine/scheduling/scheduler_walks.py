@@ -60,9 +60,12 @@ class Shape(NamedTuple):
     token_s: float = 0.0  # what computing a token is believed to take; 0: nobody knows
     expects: int = 0  # tokens that every request is believed to write besides what it has; 0: all that it may
     window: int = 0  # tokens that each token sees; 0: all
+    num_states: int = 0  # slots of kept states; 0: no layer is recurrent
+    state_every: int = 0
 
 
 SIZES = (*Shape._fields[:5], "timed", "max_overtaken_s", "num_deep", "num_resident", "window")
+SIZES += ("num_states", "state_every")
 
 
 class Walker:
@@ -451,7 +454,7 @@ _WINDOWS = {
 
 
 def choose(
-    seed: int, behind: bool = False, deep: bool = False, windowed: bool = False
+    seed: int, behind: bool = False, deep: bool = False, windowed: bool = False, stateful: bool = False
 ) -> tuple[Shape, list[Event]]:
     """`behind`: there are tiers behind host memory. `deep`: some requests are larger than the device.
     `windowed`: tokens see only the last ones, and requests may be longer than the device."""
@@ -489,6 +492,10 @@ def choose(
             num_host=r.choice([8, 24, 60]),
         )
         weights = {**weights, **_WINDOWS}
+    if stateful:
+        shape = shape._replace(
+            num_states=r.choice([1, 3, 20]), state_every=r.choice([0, 0, BLOCK, 2 * BLOCK])
+        )
     events = choose_events(r, weights, r.randint(20, 80))
     shape = shape._replace(
         max_overtaken_s=r.choice([0.0, 2.0, 20.0]),
@@ -510,8 +517,8 @@ def walk(shape: Shape, events: Sequence[Event]) -> Counter[str]:
 
 
 def walk_and_shorten(
-    seed: int, behind: bool = False, deep: bool = False, windowed: bool = False
+    seed: int, behind: bool = False, deep: bool = False, windowed: bool = False, stateful: bool = False
 ) -> Counter[str]:
     """A walk; where it fails, as few events as fail in the same way are named."""
-    shape, events = choose(seed, behind, deep, windowed)
+    shape, events = choose(seed, behind, deep, windowed, stateful)
     return told_shortly(lambda some: walk(shape, some), events, f"walk {seed} through {shape}")

@@ -35,6 +35,7 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.rules import PrefixRule, rule_for
+from penstock.kv.states import KEPT_STATES, KeptStates
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.reads import Fetch
@@ -185,7 +186,7 @@ class WatchedCache(KvCache):
                 assert prefix is not None
                 self.world.loses(prefix, Match(num_blocks, 0, False, num_paged=num_paged))
         # with windows, a block that a request in line waited for may have been evicted for one behind it
-        if owner in self.world.asked and not self.world.window:
+        if owner in self.world.asked and not self.world.window and self.states is None:
             check_turn(self.world, owner)
         table = super().open(owner, prefix, num_blocks, num_paged, num_gone)
         self.world.seen["what matched of a deep request has gone"] += table is None
@@ -332,12 +333,15 @@ class Sizes:
     num_deep: int = 0
     lengths: Lengths | None = None
     window: int = 0  # tokens that each token sees; 0: all
+    num_states: int = 0  # slots of kept states; 0: no layer is recurrent
+    state_every: int = 0
 
     @property
     def budget(self) -> Budget:
         step = self.max_batch, self.prefill_chunk, self.overcommit, self.max_overtaken_s
         deep = self.num_deep or self.num_resident, self.num_resident
-        return Budget(*step, self.timed.chunk_s, self.timed.min_chunk, *deep)
+        timed = self.timed.chunk_s, self.timed.min_chunk
+        return Budget(*step, *timed, *deep, state_every=self.state_every)
 
 
 @dataclass
@@ -380,8 +384,10 @@ class World:
         self.device = Device(sizes_.num_slots, 1 if cold is None else cold.num_host, has_stores)
         pool = BlockPool(sizes_.num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
+        states = KeptStates(BlockPool(sizes_.num_states, KEPT_STATES)) if sizes_.num_states else None
+        self.device.has_states = states is not None
         self.cache = WatchedCache(
-            self, pool, sizes_.prefix_cache, self.tiers, rule_for((sizes_.window,), BLOCK)
+            self, pool, sizes_.prefix_cache, self.tiers, rule_for((sizes_.window,), BLOCK, states)
         )
         self.scheduler = make(self.cache, self.budget, [EOS], None, Estimates(times, lengths))
 
@@ -628,6 +634,10 @@ class World:
         for slot in range(self.cache.num_blocks):
             if (key := self.cache.key_of(slot)) is not None:
                 self.device.check_sealed(self.device.arena, slot, key)
+        if (states := self.cache.states) is not None:
+            for slot, kept in enumerate(states.pool.index.key_of):
+                if kept is not None:
+                    self.device.check_kept(slot, kept)
         if self.tiers is not None:
             pool = self.tiers.host.pool
             assert sum(slots["host"]) == pool.num_slots

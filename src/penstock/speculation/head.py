@@ -1,0 +1,107 @@
+"""A draft head: one decoder layer over a hidden state and a token, with KV rows of its own. It guesses the
+target's next tokens. Owns its pass; subclasses own what goes in, and the files.
+
+The entry of token i takes the hidden state of token i - 1, and its logits are a guess at token i + 1. Its own
+hidden state stands for that of token i, so the same step with it and the guessed token guesses one token
+further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.models.architecture import WeightSpec
+from penstock.models.decoder import Decoder
+from penstock.models.forms import Forms, Matrix
+from penstock.models.model import ModelConfig, PagedKv, Weight
+from penstock.models.weights import (
+    empty_formed,
+    empty_weight,
+    memory_needed,
+    put_rows,
+    refuse_any,
+    unusable_tensors,
+)
+from penstock.speculation.vocab import DraftVocab
+
+
+class Guess(NamedTuple):
+    """The output of one step of the head."""
+
+    hidden: Tensor  # [T, hidden]: input of the step one token further
+    logits: Tensor  # [T, draft vocab]
+
+
+class DraftHead:
+    """A head on the device of its target."""
+
+    # The dimensions of its KV. None: those of one layer of the target.
+    own_dims: ModelConfig | None = None
+
+    def __init__(
+        self, block: Decoder, taps: tuple[int, ...], vocab: DraftVocab | None, digest: bytes
+    ) -> None:
+        """`block`: the layer, and the norm and the output behind it. `taps`: the layers of the target whose
+        input it takes; their number means the output of the last one. `digest`: of its files."""
+        self._block = block
+        self.taps = taps
+        self.vocab = None if vocab is None else vocab.to(block.device)
+        self.digest = digest
+        self.dims, self.dtype, self.rope = block.config, block.dtype, block.rope
+
+    def fused(self, tapped: Sequence[Tensor]) -> Tensor:
+        """The hidden states at `taps`, each [T, hidden], as one of the head's."""
+        raise NotImplementedError
+
+    def _joined(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The input of the layer, and its residual stream."""
+        raise NotImplementedError
+
+    def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
+        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as
+        its layer 0. `at`: entries to guess for; None: all."""
+        inner, residual = self._block.layer(0, *self._joined(hidden, tokens), kv)
+        if at is not None:
+            inner, residual = inner[..., at, :], residual[at]
+        state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
+        return Guess(state, self._block.head(inner, residual))
+
+    def fill(self, hidden: Tensor, tokens: Tensor, kv: PagedKv) -> None:
+        """Only write the rows of `kv`: with a single layer this needs no attention."""
+        self._block.project(0, *self._joined(hidden, tokens), kv)
+
+
+def load_weights(
+    layout: Sequence[WeightSpec], tensors: Mapping[str, Tensor], target: Decoder, where: Path
+) -> dict[str, Weight]:
+    """The weights of a head on the target's device, by the names of `layout`; `tensors` are those of its
+    files. Raises ModelError if they are not those of `layout`."""
+    shapes = {part.name: part.shape for weight in layout for part in weight.parts}
+    problems = {
+        "missing tensors": [name for name in shapes if name not in tensors],
+        "unexpected tensors": [name for name in tensors if name not in shapes],
+        **unusable_tensors(tensors, shapes),
+    }
+    refuse_any(problems, f"the tensors in {where} do not fit the model")
+    with memory_needed(f"the head in {where} does not fit into the memory of {target.device}"):
+        return {
+            weight.name: _placed(weight, torch.cat([tensors[part.name] for part in weight.parts]), target)
+            for weight in layout
+        }
+
+
+def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:
+    """In the storage form of the target's matrices."""
+    like = target.layers[-1].qkv
+    if isinstance(like, Matrix):
+        forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
+        room = empty_formed(weight, target.config, forms)
+    else:
+        room = empty_weight(weight, target.device, target.dtype)
+    put_rows(room, slice(None), values)
+    return room
