@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.contract import KvSource, Request, SamplingParams, Totals
+from penstock.figures import Traffic
 from penstock.server import viewers
 from penstock.server.lives import Lives
 from penstock.server.viewers import MOST_ROWS
@@ -179,6 +181,35 @@ def test_a_paused_page_stands_still(open_page: OpenPage, monkeypatch: pytest.Mon
         assert num and page.locator("#ends div").count() == 1
         page.click("#pause")
         expect(page.locator("#ends")).to_contain_text("ended: length")
+
+
+def test_tiers_states_and_drafts_are_shown_as_they_are(
+    open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ScriptedEngine()
+    traffic = Traffic(
+        {}, {}, {("device", "host"): 2}, {("remote", "store"): 3}, {}, 0, usable={"remote": False}
+    )
+    blocks = {"device": {"free": 50, "active": 50}, "host": {"free": 100, "idle": 0}, "remote": {}}
+    kept = {"states": {"free": 3, "idle": 1}}
+    shown = dataclasses.replace(
+        engine.stats(), kv_blocks=blocks | kept, traffic=traffic, drafted=(4, 0), accepted=(3, 0)
+    )
+    monkeypatch.setattr(engine, "stats", lambda: shown)
+    monkeypatch.setattr(ScriptedEngine, "tiers", ("device", "host", "remote"))
+    with serving(engine) as served:
+        page = open_page(served.url)
+        expect(page.locator(".tier .level")).to_have_text(
+            ["50 % full", "0 % full", "fenced off", "25 % full"]
+        )
+        expect(page.locator(".host .flow.there")).to_contain_text("2 in flight")
+        expect(page.locator(".states")).to_contain_text("of 4 states: 3 free, 1 idle")
+        assert page.locator(".states .pipe").is_hidden() and page.locator(".device .pipe").is_hidden()
+        expect(page.locator("#failures")).to_contain_text("failed transfers: remote: store")
+        expect(page.locator("#failures")).to_contain_text("open: fenced off")
+        expect(page.locator("#failures")).not_to_contain_text("breaker of states")
+        expect(page.locator("#drafts")).to_contain_text("75 % of 4 kept")
+        expect(page.locator("#drafts")).to_contain_text("none yet")
 
 
 def test_an_engine_that_does_not_answer_is_not_shown_as_one_that_does_nothing(

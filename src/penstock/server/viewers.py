@@ -196,7 +196,7 @@ def figures_of(look: Look) -> dict[str, Any]:
         "prompt_tokens": stats.prompt_tokens,
         "generated_tokens": stats.generated_tokens,
         "tiers": {
-            tier: {"blocks": blocks or None, "usable": usable.get(tier, True)}
+            tier: {"blocks": blocks or None, "usable": usable.get(tier)}  # null: it has no breaker
             for tier, blocks in stats.kv_blocks.items()
         },
         "flows": [] if traffic is None else _flows(traffic),

@@ -371,7 +371,7 @@ def test_what_moves_and_what_fails_is_shown_as_it_is_counted() -> None:
     )
     assert shown["flows"] == [("host", "remote", 7, 0), ("remote", "host", 0, 2)]
     assert shown["tiers"]["remote"] == {"blocks": None, "usable": False}, "its fill is not known"
-    assert shown["tiers"]["device"] == {"blocks": {"free": 3, "idle": 1}, "usable": True}
+    assert shown["tiers"]["device"] == {"blocks": {"free": 3, "idle": 1}, "usable": None}
     assert (shown["failures"], shown["skipped_saves"]) == ({"remote: store": 3}, {"broken": 4})
     assert shown["checksum_failures"] == {"ssd": 1} and shown["drafts"] == [(4, 2), (3, 1)]
 

@@ -1,7 +1,7 @@
 // What a Penstock server does, as it does it. Needs no build and no other file. Text of others is only ever set as text.
 
 /**
- * @typedef {{blocks: Record<string, number> | null, usable: boolean}} Tier
+ * @typedef {{blocks: Record<string, number> | null, usable: boolean | null}} Tier
  * @typedef {[from: string, to: string, bytes: number, inFlight: number]} Flow
  * @typedef {{version: string, started_s: number, models: string[], tiers: string[], block_tokens: number,
  *   max_model_len: number, bounds_s: {first_token: number[], between_tokens: number[]}}} Facts
@@ -23,7 +23,7 @@
 
 const SOURCES = ["device", "host", "ssd", "remote", "computed"];
 /** @type {Record<string, string>} */
-const PLACES = { device: "device memory", host: "host memory", ssd: "disk", remote: "shared store" };
+const PLACES = { device: "device memory", host: "host memory", ssd: "disk", remote: "shared store", states: "kept states" };
 const UNKNOWN = "–";
 const MOST_ROWS = 200; // as the server
 const MOST_SAID = 60; // messages in the chat
@@ -139,11 +139,13 @@ const WATER = ["active", "reserved", "pinned", "idle", "used"]; // from the bott
 
 /** @param {Figures} figures @param {Facts} facts @param {Memory} memory */
 function showTiers(figures, facts, memory) {
-  const names = facts.tiers.filter((name) => name in figures.tiers);
+  const names = Object.keys(figures.tiers).sort((a, b) => Number(!facts.tiers.includes(a)) - Number(!facts.tiers.includes(b)));
   each(at("tiers"), names, addTier, (item, name) => {
     const tier = figures.tiers[name];
-    item.className = `tier ${name}${tier.usable ? "" : " fenced"}`;
-    showPipe(item.firstChild, name === "device" ? null : name === "host" ? ["device", "host"] : ["host", name], figures, memory);
+    const isFenced = tier.usable === false;
+    item.className = `tier ${name}${isFenced ? " fenced" : ""}`;
+    const hasPipe = name !== "device" && facts.tiers.includes(name);
+    showPipe(item.firstChild, hasPipe ? [name === "host" ? "device" : "host", name] : null, figures, memory);
     const [tank, title, level, counts] = item.lastChild.children;
     say(title, PLACES[name] ?? name);
     const blocks = tier.blocks;
@@ -155,11 +157,11 @@ function showTiers(figures, facts, memory) {
       water.style.height = share ? `max(3px, ${share}%)` : "0";
       water.hidden = !share;
     }
-    const shown = blocks ? `${percent(filled, total)} full` : tier.usable ? "usable" : "";
-    say(level, tier.usable ? shown : "fenced off");
+    const shown = blocks ? `${percent(filled, total)} full` : "usable";
+    say(level, isFenced ? "fenced off" : shown);
     const states = blocks ? Object.entries(blocks).filter(([, num]) => num).map(([state, num]) => `${number(num)} ${state}`) : [];
-    const size = blocks ? `of ${number(total)} blocks: ${states.join(", ")}` : "a store sets its own limit";
-    say(counts, tier.usable ? size : "does not answer; treated as empty until a probe succeeds");
+    const size = blocks ? `of ${number(total)} ${facts.tiers.includes(name) ? "blocks" : "states"}: ${states.join(", ")}` : "a store sets its own limit";
+    say(counts, isFenced ? "does not answer; treated as empty until a probe succeeds" : size);
     tank.setAttribute("aria-label", `${PLACES[name] ?? name}: ${level.textContent}, ${counts.textContent}`);
   });
 }
@@ -363,7 +365,7 @@ function showNumbers(figures, memory) {
   /** @type {[string, string, string][]} */
   const troubles = [["retractions", number(figures.retractions), ""]];
   for (const [name, tier] of Object.entries(figures.tiers)) {
-    if (name !== "device" && name !== "host") troubles.push([`breaker of ${name}`, tier.usable ? "closed: in use" : "open: fenced off", tier.usable ? "" : "bad"]);
+    if (tier.usable !== null) troubles.push([`breaker of ${name}`, tier.usable ? "closed: in use" : "open: fenced off", tier.usable ? "" : "bad"]);
   }
   /** @param {string} what @param {Record<string, number> | null} counts */
   const add = (what, counts) => {
