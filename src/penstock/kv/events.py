@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from penstock.contract import Fence
 from penstock.figures import KvEventFigures
+from penstock.kv.tiers.ssd.directory import Directory
 from penstock.kv.tiers.ssd.tokens import TokenFile, TokenRecord
 
 MOST_WAITING = 100_000  # changes that `take` has not seen
@@ -155,12 +156,14 @@ class KvEvents:
     def take(self, most: int = MOST_WAITING) -> list[Event]:
         """What has changed since the last call, up to so many changes."""
         found, num_named = _Merged(), self._num_named
+        # before the queue, which has all blocks of a scan that is over
+        scanned = None if self._disk is None else self._disk.file.scanned
         if self.reports.is_behind:
             self._catch_up(found)
         for _ in range(min(most, len(self.reports.queue))):
             self._note(self.reports.queue.popleft(), found)
         if self._disk is not None:
-            self._look_at(self._disk, found)
+            self._look_at(self._disk, scanned, found)
         self._drop_contents()
         events = found.events
         if num_named and not self._num_named:
@@ -171,6 +174,7 @@ class KvEvents:
     def close(self) -> list[Event]:
         """The engine has closed: its memory is gone."""
         if self._disk is not None:
+            self._disk.file.add(self._disk.new)
             self._disk.file.close()
         self._num_made["cleared"] += 1
         return [Cleared()]
@@ -219,31 +223,43 @@ class KvEvents:
             self._num_named -= 1
             found.remove(tier, key)
 
-    def _look_at(self, disk: _OnDisk, found: _Merged) -> None:
-        """Write down what is new on disk. Once the blocks of an earlier process are known, tell of them."""
+    def _look_at(self, disk: _OnDisk, scanned: Directory | None, found: _Merged) -> None:
+        """Write down what is new on disk. The file is read, and written anew, only while all blocks of the
+        directory `scanned` are known."""
+        if scanned is None:
+            return  # what is new is written down later
         here = self._here.get(DISK, set())
-        if not disk.is_read:
-            if not disk.file.is_ready:
-                return  # what is new is written down later
-            disk.is_read = True
-            new = set()
-            for record in disk.file.read():
-                if record.key in here and record.key not in self._contents:
-                    self._contents[record.key] = Content(record.parent, record.tokens, "")
-                    new.add(record.key)
-            known = set(self._contents) - new
-            for key in self._parents_first(new):
-                for tier in self._here:
-                    if key in self._here[tier]:
-                        self._say(tier, key, found)
-            disk.new = [record for record in disk.new if record.key in known]
+        is_complete = not self.reports.queue and not self.reports.is_behind
+        if disk.read is not scanned:
+            if not is_complete:
+                return
+            disk.file.follow(scanned)
+            self._read(disk, here, found)
+            disk.read = scanned
         records, disk.new = disk.new, []
         disk.file.add(records)
-        if disk.file.has_too_many(len(here)):
-            some = ((key, self._contents[key]) for key in here if key in self._contents)
-            disk.file.write_anew(
-                TokenRecord(key, one.parent, one.tokens) for key, one in some if not one.adapter
-            )
+        if is_complete and disk.file.has_too_many(len(here)):
+            disk.file.write_anew(self._records(here))
+
+    def _read(self, disk: _OnDisk, here: set[bytes], found: _Merged) -> None:
+        """Tell of the blocks that an earlier process wrote. What the file lacks is new."""
+        written: set[bytes] = set()
+        new: set[bytes] = set()
+        for record in disk.file.read():
+            if record.key in here:
+                written.add(record.key)
+                if record.key not in self._contents:
+                    self._contents[record.key] = Content(record.parent, record.tokens, "")
+                    new.add(record.key)
+        for key in self._parents_first(new):
+            for tier in self._here:
+                if key in self._here[tier]:
+                    self._say(tier, key, found)
+        disk.new = list(self._records(self._parents_first(here - written)))
+
+    def _records(self, keys: Iterable[bytes]) -> Iterator[TokenRecord]:
+        some = ((key, self._contents[key]) for key in keys if key in self._contents)
+        return (TokenRecord(key, one.parent, one.tokens) for key, one in some if not one.adapter)
 
     def _catch_up(self, found: _Merged) -> None:
         """Begin anew from what is in the pools now. Changes that are queued meanwhile may be noted twice,
@@ -285,7 +301,7 @@ class _OnDisk:
 
     def __init__(self, file: TokenFile) -> None:
         self.file = file
-        self.is_read = False
+        self.read: Directory | None = None  # where its records were read
         self.new: list[TokenRecord] = []
 
 

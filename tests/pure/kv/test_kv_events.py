@@ -3,6 +3,7 @@ tenant or of one request alone."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.events import MOST_BLOCKS, TOKEN_BYTES, Cleared, KvEvents, KvReports, Stored
 from penstock.kv.tiers.ssd import survey
+from penstock.kv.tiers.ssd.index import Scan
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import Outcome, Space
@@ -290,16 +292,19 @@ PRIVATE = b"private block   "
 class Disk:
     """A store of some blocks, and what is told of it; the blocks are one prefix."""
 
-    def __init__(self, folder: Path, keeps_tokens: bool = False) -> None:
+    def __init__(self, folder: Path, keeps_tokens: bool = False, is_scanned: bool = True) -> None:
         folder.chmod(0o700)
         self.told = Told(1)
         self.folder = folder
         self.store = open_ssd(folder, 64 << 10, SPACE, "lru", observer=self.told.reports)
-        assert self.store.wait_scanned(60)
+        assert not is_scanned or self.store.wait_scanned(60)
         if keeps_tokens:
             self.told.events = KvEvents(self.told.reports, 1, TokenFile(self.store, TOKEN_BYTES))
         self.told.reports.make_public(b"s")
-        self.pool = self.store._now.index._pool
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.store._now.index._pool
 
     def tell(self) -> None:
         """A request brings the tokens."""
@@ -309,8 +314,11 @@ class Disk:
         for key in keys:
             self.store.write([key], [DISK_KEYS.index(key)], [memoryview(bytearray(4096))])
 
-    def check(self) -> None:
-        self.told.hear()
+    def check(self, most: int = 1 << 20) -> None:
+        """`most`: changes that the sender takes in one go."""
+        self.told.hear(most)
+        while self.told.events.num_waiting:
+            self.told.hear(most)
         self.told.check(self.pool)
 
     @property
@@ -355,6 +363,73 @@ def test_after_a_restart_blocks_on_disk_are_told_of_parents_first(tmp_path: Path
     disk.check()
     assert disk.told.router.blocks["STORAGE"] == before and len(before) == 5
     assert disk.told.router.kinds == ["BlockStored"], "all of it is one chain"
+    disk.close()
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_blocks_on_disk_are_told_of_however_few_changes_are_taken_at_once(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of their records is dropped from the file."""
+    monkeypatch.setattr("penstock.kv.tiers.ssd.tokens._SPARE", 0)
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:5])
+    disk.check()
+    written = disk.tokens.read_bytes()
+    disk.close()
+    for _ in range(2):
+        disk = Disk(tmp_path, keeps_tokens=True)
+        disk.check(most)
+        assert len(disk.told.router.held("STORAGE")) == 5 and disk.tokens.read_bytes() == written
+        disk.close()
+
+
+def test_a_server_that_stops_during_the_scan_keeps_the_file_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.check()
+    written = disk.tokens.read_bytes()
+    disk.close()
+    gate, heads = threading.Event(), Scan._heads_of
+    with monkeypatch.context() as held:
+        held.setattr(Scan, "_heads_of", lambda self, group: (gate.wait(120), heads(self, group))[1])
+        disk = Disk(tmp_path, keeps_tokens=True, is_scanned=False)
+        disk.told.events.take()
+        disk.store._now.scan._stop.set()  # as `close`, which waits for what the gate holds
+        gate.set()
+        disk.store.close()
+        disk.told.events.take()  # as the publisher does last
+        disk.told.events.close()
+    assert disk.tokens.read_bytes() == written
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.check()
+    assert len(disk.told.router.held("STORAGE")) == 4
+    disk.close()
+
+
+def test_a_disk_that_was_opened_anew_has_a_file_of_tokens(tmp_path: Path) -> None:
+    """Somebody removes its directory: the blocks that are written again are told of after a restart."""
+    folder = tmp_path / "ssd"
+    folder.mkdir()
+    disk = Disk(folder, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.check()
+    folder.rename(tmp_path / "gone")
+    disk.store.probe()
+    disk.write(DISK_KEYS[2:4])  # before the sender knows of the new directory
+    assert disk.store.wait_scanned(60)
+    disk.check()
+    disk.write(DISK_KEYS[4:7])
+    disk.check()
+    disk.close()
+    disk = Disk(folder, keeps_tokens=True)
+    disk.check()
+    assert len(disk.told.router.held("STORAGE")) == 5
     disk.close()
 
 
