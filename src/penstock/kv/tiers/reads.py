@@ -67,9 +67,9 @@ class Costs:
         compute_s = None if self.limits.load_always else self.compute_s(first, num_blocks)
         return PATIENCE_S if compute_s is None else min(PATIENCE_S, compute_s)
 
-    def worth(self, runs: TierRuns, depth: int) -> int:
+    def worth(self, runs: TierRuns, depth: int, compute_from: int | None = None) -> int:
         """Number of blocks of `runs` after `depth` others that are worth loading: up to the next tier, or
-        all."""
+        all. `compute_from`: a part is of no use, and without all of them this block is the first to compute."""
         if self._mover.is_late():
             return 0  # a late tier gets no more requests
         if self.limits.load_always:
@@ -84,7 +84,11 @@ class Costs:
             else:
                 break
             pieces.append(TierRun(num_blocks, load_s))
-        return choose(pieces, lambda first, num: self.compute_s(depth + first, num))
+        if compute_from is None:
+            return choose(pieces, lambda first, num: self.compute_s(depth + first, num))
+        num_blocks, load_s = sum(piece.num_blocks for piece in pieces), sum(piece.load_s or 0.0 for piece in pieces)
+        num_computed = depth + num_blocks - compute_from
+        return choose([TierRun(num_blocks, load_s)], lambda *_: self.compute_s(compute_from, num_computed))
 
 
 class Staged(NamedTuple):
