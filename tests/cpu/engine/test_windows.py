@@ -152,6 +152,7 @@ def test_a_second_turn_loads_no_more_than_its_window_from_host_memory(
     found = generate(engine, prompt, max_tokens=60)
     assert found.tokens == expected(engine, prompt, 60)
     assert engine.stats().cache["promoted"] == WINDOW_BLOCKS - num_before
+    assert engine.stats().cache["hits"] == num_before, "what left the window is held by no table"
     device = 224 - (WINDOW_BLOCKS - num_before) * BLOCK if num_before else 0
     assert found.source == KvSource(device=device, host=224 - device, computed=26)
     settle_all(engine)
@@ -177,6 +178,15 @@ def test_a_second_turn_loads_no_more_than_its_window_from_a_disk(
     assert found.source is not None and found.source.computed == 26 and found.source.ssd > 0
     settle_all(engine)
     check_at_rest(engine)
+
+
+@pytest.mark.parametrize("blocks", [20, 100])
+def test_snapshots_may_pin_half_of_host_memory_however_small_the_device(
+    make: MakeEngine, blocks: int
+) -> None:
+    """No sequence is paged out to host memory, so none of it is promised."""
+    engine = make(blocks=blocks, host_blocks=100, max_model_len=600)
+    assert engine.stats().snapshots.pinned_blocks_max == 50
 
 
 def test_without_the_blocks_of_the_last_window_nothing_before_it_is_used(
