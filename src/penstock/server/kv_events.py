@@ -235,6 +235,7 @@ class KvPublisher:
                 self._replay.turn(_BUSY_MS if events.num_waiting else _LOOK_MS)
             self._send([*events.take(), *events.close()], block_tokens)
         except Exception:
+            events.stop()
             logger.exception("KV events have stopped; the server goes on without them")
 
     def _send(self, events: Sequence[Event], block_tokens: int) -> None:

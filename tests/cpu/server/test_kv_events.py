@@ -139,6 +139,19 @@ def test_while_the_sender_is_stuck_blocks_are_sealed_and_evicted(monkeypatch: py
         assert "AllBlocksCleared" in one.heard().kinds
 
 
+def test_a_sender_that_has_failed_leaves_nothing_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: KvEvents, most: int) -> list[Event]:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(KvEvents, "take", fails)
+    with publishing() as one:
+        until(lambda: "KV events have stopped" in caplog.text, "it has failed")
+        one.seal(10)
+        assert not one.events.num_waiting and one.reports.num_dropped == 11
+
+
 def test_a_request_that_is_no_number_gets_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     with publishing() as one:
         with connected(zmq.DEALER, one.replay) as socket:

@@ -14,7 +14,7 @@ import pytest
 from penstock.contract import Adapter
 from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.events import MOST_BLOCKS, TOKEN_BYTES, Cleared, KvEvents, KvReports, Stored
+from penstock.kv.events import MOST_BLOCKS, TOKEN_BYTES, Cleared, KvEvents, KvReports, Stored, Told
 from penstock.kv.tiers.ssd import survey
 from penstock.kv.tiers.ssd.index import Scan
 from penstock.kv.tiers.ssd.store import open_ssd
@@ -31,7 +31,7 @@ NUM_WALKS = 60
 MEDIA = {"device": "GPU", "host": "CPU", "ssd": "STORAGE"}
 
 
-class Told:
+class Hearing:
     """Events and the books of a router that hears all of them."""
 
     def __init__(self, block_tokens: int = BLOCK, **limits: int) -> None:
@@ -51,10 +51,10 @@ class Told:
             assert self.router.held(MEDIA[pool.name]) == set(map(block_hash, pool.keys()))
 
 
-class ToldWalker(Walker):
+class HearingWalker(Walker):
     """After each event, all that was said adds up to what device and host have."""
 
-    def __init__(self, shape: Shape, told: Told) -> None:
+    def __init__(self, shape: Shape, told: Hearing) -> None:
         super().__init__(shape, told.events)
         self.told = told
 
@@ -65,9 +65,9 @@ class ToldWalker(Walker):
             self.told.check(self.rig.pool, self.rig.host.pool)
 
 
-def walk(shape: Shape, events: list[Event], told: Told) -> Counter[str]:
+def walk(shape: Shape, events: list[Event], told: Hearing) -> Counter[str]:
     with at_once(shape.read_ahead):
-        walker = ToldWalker(shape, told)
+        walker = HearingWalker(shape, told)
         for event in events:
             walker.do(event)
         walker.finish()
@@ -77,7 +77,7 @@ def walk(shape: Shape, events: list[Event], told: Told) -> Counter[str]:
 def walks(num: int, windowed: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(num):
-        seen += walk(*choose(seed, windowed), Told())
+        seen += walk(*choose(seed, windowed), Hearing())
     return seen
 
 
@@ -126,7 +126,7 @@ def test_a_walk_notices_a_sender_that(
 # --------------------------------------------------------------------------------------------------- overflow
 
 
-def overflowed(told: Told) -> Stacked:
+def overflowed(told: Hearing) -> Stacked:
     """A cache with more changes than there is room for."""
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     for name in "abc":
@@ -139,7 +139,7 @@ def overflowed(told: Told) -> Stacked:
 
 
 def test_after_an_overflow_all_is_said_anew() -> None:
-    told = Told(most_waiting=8)
+    told = Hearing(most_waiting=8)
     rig = overflowed(told)
     assert told.reports.num_dropped > 0
     rig.prefix(6, "a")  # a request names them again: what the queue lost was their tokens
@@ -158,7 +158,7 @@ def test_without_that_the_router_would_be_wrong(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_said_anew_begins_with_the_parents() -> None:
-    told = Told()
+    told = Hearing()
     rig = overflowed(told)
     told.hear()
     told.reports.is_behind = True  # as after an overflow, with all tokens known
@@ -185,6 +185,38 @@ def test_a_queue_that_nobody_takes_from_is_bounded() -> None:
     assert len(reports.queue) == 100 and reports.num_dropped == 251
 
 
+def test_tokens_of_prompts_that_wait_in_the_queue_are_bounded_in_bytes() -> None:
+    """However few prompts they are. What was dropped makes no block known, and clears nothing."""
+    reports = KvReports(most_bytes=10_000)
+    events = KvEvents(reports, 1)
+    reports.make_public(b"s")
+    pool = BlockPool(50, "device", reports)
+    keys = [number.to_bytes(16, "big") for number in range(40)]
+    for _ in range(2):
+        for _ in range(9):
+            reports.tell(b"s", None, keys, bytes(4 * len(keys)))
+        assert [type(one) for one in reports.queue].count(Told) == 3
+        events.take()
+    assert reports.num_dropped == 12 and not reports.is_behind
+    hold, reservation = pool.hold("request"), pool.try_reserve(1, "request")
+    assert reservation is not None
+    reservation.commit(hold)
+    pool.seal(hold.slots, keys[:1])
+    assert [type(event) for event in events.take()] == [Stored]
+    hold.end()
+
+
+def test_after_the_sender_has_failed_nothing_is_kept() -> None:
+    heard = Hearing(BLOCK)
+    rig = Stacked("ssd", num_device=24, num_host=32, events=heard.events)
+    rig.ran(6, "a").release(None)
+    heard.hear()
+    heard.events.stop()
+    rig.ran(6, "b").release(None)
+    rig.flow()
+    assert not heard.reports.queue and heard.reports.num_dropped > 6
+
+
 # ---------------------------------------------------------------------------------------------------- private
 
 
@@ -200,7 +232,7 @@ def ran_with(rig: Stacked, token: int, salt: str, adapter: Adapter | None = None
 
 
 def test_blocks_of_tenants_are_never_named() -> None:
-    told = Told()
+    told = Hearing()
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     ran_with(rig, 7, "")
     ran_with(rig, 8, "a tenant's", more=2)
@@ -225,7 +257,7 @@ def test_without_that_rule_they_would_be(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_blocks_of_a_closed_scope_are_never_named() -> None:
     """What a scored request computes after its context was cut is for itself alone."""
-    told = Told()
+    told = Hearing()
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     table = rig.cache.open("request", rig.prefix(2), 0)
     assert table is not None
@@ -238,7 +270,7 @@ def test_blocks_of_a_closed_scope_are_never_named() -> None:
 
 
 def test_an_adapter_is_named_and_so_are_blocks_that_a_request_generates() -> None:
-    told = Told()
+    told = Hearing()
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     ran_with(rig, 7, "", Adapter("fable", "d"), more=3)
     told.hear()
@@ -294,7 +326,7 @@ class Disk:
 
     def __init__(self, folder: Path, keeps_tokens: bool = False, is_scanned: bool = True) -> None:
         folder.chmod(0o700)
-        self.told = Told(1)
+        self.told = Hearing(1)
         self.folder = folder
         self.store = open_ssd(folder, 64 << 10, SPACE, "lru", observer=self.told.reports)
         assert not is_scanned or self.store.wait_scanned(60)
