@@ -5,9 +5,9 @@ that may be named, and what has been said; knows no wire format and no socket.
     ledger, tables: the tokens of these keys    (any thread)  --+--> queue --> `take` (one thread) --> events
 
 Reporting never waits: it appends to a bounded queue. If the queue is full, lost changes are made up for by
-`Cleared` and the blocks that are there. A block is named only if its tokens are known: if these were lost, not
-before a request brings them again. They are told for public scopes alone: blocks of tenants, and blocks that
-only their request may use, are never named.
+`Cleared` and the blocks that are there. A block is named only if its tokens are known. If they were lost, it
+is named when a request brings them again. They are told for public scopes alone: blocks of tenants, and
+blocks that only their request may use, are never named.
 """
 
 from __future__ import annotations

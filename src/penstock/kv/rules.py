@@ -12,6 +12,7 @@ prefix without them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotState
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
 from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.reads import Chosen, ToRead
 
 # Blocks that a request with a window may have besides those of its window and of its step: both may begin
 # inside a block, and a token more is kept for a full match, whose last token is computed again.
@@ -70,10 +72,8 @@ class PrefixRule(Protocol):
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         """The first block that colder tiers are asked for; the number of keys if the device has all."""
 
-    def to_read(
-        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
-    ) -> tuple[int, Sequence[bytes]]:
-        """What to read into host memory: the number of the first block, and the keys up to the last."""
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
+        """What to read into host memory."""
 
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         """Whether a load in flight makes a longer prefix usable than its first `num_found` blocks."""
@@ -111,10 +111,8 @@ class WholePrefix:
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         return len(pool.find(keys))
 
-    def to_read(
-        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
-    ) -> tuple[int, Sequence[bytes]]:
-        return len(pool.find(keys)), keys
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
+        return ToRead(len(pool.find(keys)), keys)
 
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         return loads.is_coming(num_found, keys[num_found])
@@ -167,14 +165,18 @@ class LastWindow:
             found = self._joined(found, pool, keys, np.array(host.has_each(keys)), num_tokens)
         return found.num_blocks
 
-    def to_read(
-        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
-    ) -> tuple[int, Sequence[bytes]]:
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
         found = self.find(pool, keys)
         if lease is None or found.num_blocks == len(keys):
-            return found.num_blocks, keys
+            return ToRead(found.num_blocks, keys, partial(self._chosen, pool, keys))
         longer = self._joined(found, pool, keys, lease.covered(), lease.num_tokens)
-        return longer.num_blocks, keys[: longer.num_blocks + longer.num_colder]
+        keys = keys[: longer.num_blocks + longer.num_colder]
+        return ToRead(longer.num_blocks, keys, partial(self._chosen, pool, keys))
+
+    def _chosen(self, pool: BlockPool, keys: Sequence[bytes], colder: NDArray[np.bool_]) -> Chosen:
+        found = self.find(pool, keys)
+        longer = self._joined(found, pool, keys, colder, len(keys) * self._block_tokens)
+        return Chosen(longer.num_blocks, longer.num_blocks + longer.num_colder, found.num_blocks)
 
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         """The last block of a load ends a usable prefix."""
