@@ -114,7 +114,7 @@ class Kept:
         return self.next_sequence - 1
 
     def since(self, first: int) -> Iterator[tuple[int, bytes]]:
-        """Ends if one is added meanwhile."""
+        """None may be added while it is read."""
         start = self.next_sequence - len(self._messages)
         num_before = min(max(0, first - start), len(self._messages))
         return islice(enumerate(self._messages, start), num_before, None)
