@@ -23,7 +23,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import Run, SlotState
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
 from penstock.kv.tiers.loads import Loads
-from penstock.kv.tiers.reads import Chosen, ToRead
+from penstock.kv.tiers.reads import BlocksToRead, ToRead
 
 # Blocks that a request with a window may have besides those of its window and of its step: both may begin
 # inside a block, and a token more is kept for a full match, whose last token is computed again.
@@ -173,10 +173,10 @@ class LastWindow:
         keys = keys[: longer.num_blocks + longer.num_colder]
         return ToRead(longer.num_blocks, keys, partial(self._chosen, pool, keys))
 
-    def _chosen(self, pool: BlockPool, keys: Sequence[bytes], colder: NDArray[np.bool_]) -> Chosen:
+    def _chosen(self, pool: BlockPool, keys: Sequence[bytes], colder: NDArray[np.bool_]) -> BlocksToRead:
         found = self.find(pool, keys)
         longer = self._joined(found, pool, keys, colder, len(keys) * self._block_tokens)
-        return Chosen(longer.num_blocks, longer.num_blocks + longer.num_colder, found.num_blocks)
+        return BlocksToRead(longer.num_blocks, longer.num_blocks + longer.num_colder, found.num_blocks)
 
     def is_coming(self, num_found: int, keys: Sequence[bytes], loads: Loads) -> bool:
         """The last block of a load ends a usable prefix."""

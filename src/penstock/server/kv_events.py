@@ -121,7 +121,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplayAnswer:
     """Kept messages on their way to one client."""
 
     blank: bytes
@@ -130,14 +130,14 @@ class Answer:
     sent_s: float  # when a message was last sent
 
 
-class Replay:
+class EventReplay:
     """Answers requests for kept messages, in slices: a client that reads slowly delays nothing, and little
     waits for it in memory. Owns its socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kept: Kept, topic: bytes) -> None:
         self._kept = kept
         self._topic = topic
-        self.answers: dict[bytes, Answer] = {}  # by client
+        self.answers: dict[bytes, ReplayAnswer] = {}  # by client
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set_hwm(_MOST_QUEUED)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
@@ -161,9 +161,9 @@ class Replay:
             return
         client, blank, asked = frames
         first = int.from_bytes(asked, "big")
-        self.answers[client] = Answer(blank, first, self._kept.next_sequence, time.monotonic())
+        self.answers[client] = ReplayAnswer(blank, first, self._kept.next_sequence, time.monotonic())
 
-    def _is_over(self, client: bytes, answer: Answer) -> bool:
+    def _is_over(self, client: bytes, answer: ReplayAnswer) -> bool:
         """Send as much as the client has room for, up to a slice."""
         try:
             for sequence, payload in islice(self._kept.since(answer.next_sequence), _SLICE):
@@ -184,7 +184,7 @@ class Replay:
                 raise
         return True
 
-    def _send(self, client: bytes, answer: Answer, *frames: bytes) -> None:
+    def _send(self, client: bytes, answer: ReplayAnswer, *frames: bytes) -> None:
         self.socket.send_multipart((client, answer.blank, *frames), zmq.NOBLOCK)
         answer.sent_s = time.monotonic()
 
@@ -200,7 +200,7 @@ class KvPublisher:
         self._thread: threading.Thread | None = None
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PUB)
-        self._replay = Replay(self._context, self._kept, self._topic)
+        self._replay = EventReplay(self._context, self._kept, self._topic)
         try:
             _bind(self._out, endpoint, "--kv-events")
             if replay is not None:

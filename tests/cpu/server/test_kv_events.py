@@ -18,7 +18,7 @@ from penstock.config import Config, ServerConfig
 from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.events import Event, KvEvents, KvReports
-from penstock.server.kv_events import Kept, KvPublisher, Replay
+from penstock.server.kv_events import EventReplay, Kept, KvPublisher
 from tests.cpu.server.served import until
 from tests.support.kv_router import Router
 from tests.support.kv_wire import connected, replayed
@@ -171,7 +171,7 @@ class Replaying:
         for number in range(num_messages):
             self.kept.add(number.to_bytes(size, "big"))
         self.context = zmq.Context()
-        self.replay = Replay(self.context, self.kept, b"kv")
+        self.replay = EventReplay(self.context, self.kept, b"kv")
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.replay.socket.bind(self.endpoint)
 

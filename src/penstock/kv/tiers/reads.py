@@ -95,7 +95,7 @@ class Costs:
         return choose([whole], lambda *_: self.compute_s(compute_from, num_computed))
 
 
-class Chosen(NamedTuple):
+class BlocksToRead(NamedTuple):
     """Blocks `first..end` of a prefix. Without all of them, `compute_from` is the first to compute."""
 
     first: int
@@ -109,7 +109,7 @@ class ToRead(NamedTuple):
 
     first: int
     keys: Sequence[bytes]  # of all blocks up to the last
-    choose: Callable[[NDArray[np.bool_]], Chosen] | None = None
+    choose: Callable[[NDArray[np.bool_]], BlocksToRead] | None = None
 
 
 class Staged(NamedTuple):
