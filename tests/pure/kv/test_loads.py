@@ -207,6 +207,18 @@ def test_a_window_is_worth_the_computing_of_all_that_the_device_lacks_up_to_its_
     rig.close()
 
 
+@pytest.mark.parametrize(("speed", "num_read"), [(0.6, 2), (0.3, 2), (0.2, 0)])
+def test_a_window_is_read_from_a_disk_for_the_same_reason(speed: float, num_read: int) -> None:
+    rig = Stacked("ssd", window=2 * BLOCK)
+    rig.put("ssd", rig.keys(8))
+    rig.set_limits(replace(rig.saves.limits, load_always=False))
+    rated(rig, 1e12, 500)
+    rig.tiers["ssd"].counts.rate.bytes_per_s = speed * 500 * LAYOUT.block_bytes / BLOCK
+    fetch = rig.cache.prefetch(rig.prefix(8), "reader")
+    assert (0 if fetch is None else fetch.num_blocks) == num_read
+    rig.flow()
+
+
 def test_a_lane_that_is_late_is_not_worth_waiting_for_by_anybody() -> None:
     rig = Rig(load_always=True)
     rig.save(KEYS[:2]).end()
