@@ -1097,8 +1097,8 @@ class KvLedger(Protocol):
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
         """Whether `num_blocks` slots can be drawn without losing blocks that only the device has. If not,
-        such blocks are now being demoted, and `num_more` further ones; `floor` slots stay available
-        meanwhile."""
+        such blocks are now being demoted, and up to `num_more` further ones that no request wants; `floor`
+        slots stay available meanwhile."""
 
     def free_up(self, num_blocks: int) -> None:
         """Make up to `num_blocks` slots free by evicting blocks that colder tiers have. Evicts nothing

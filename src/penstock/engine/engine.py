@@ -59,9 +59,9 @@ class Engine:
         self.kv = CacheCalls(parts.cache, self._inbox, parts.limits)
         self.turns = EngineTurns(parts, self._outbox, self.kv.flushes, self._watch)
         # Host memory promised to deep requests may not be pinned by snapshots.
-        most_in_host = None
-        if parts.limits.max_model_len > parts.resident_tokens:
-            most_in_host = sum(parts.cache.stats().slots.get("host", ())) - parts.cache.num_pageable
+        most_in_host, num_pageable = None, parts.cache.num_pageable
+        if num_pageable and parts.limits.max_model_len > parts.resident_tokens:
+            most_in_host = sum(parts.cache.stats().slots.get("host", ())) - num_pageable
         self.snapshots = EngineSnapshots(self.kv, self.launched, most_in_host)
         parts.cache.call_when_launched(self._inbox.wake)
 

@@ -4,27 +4,32 @@ that may be named, and what has been said; knows no wire format and no socket.
     pools: a block was sealed or evicted        (any thread)  --+
     ledger, tables: the tokens of these keys    (any thread)  --+--> queue --> `take` (one thread) --> events
 
-Reporting never waits: it appends to a bounded queue. If the queue is full, what was lost is made up for by
-`Cleared` and all that is there. A block is named only if its tokens are known, and they are told for public
-scopes alone: blocks of tenants, and blocks that only their request may use, never are.
+Reporting never waits: it appends to a bounded queue. If the queue is full, lost changes are made up for by
+`Cleared` and the blocks that are there. A block is named only if its tokens are known. If they were lost, it
+is named when a request brings them again. They are told for public scopes alone: blocks of tenants, and
+blocks that only their request may use, are never named.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.contract import Fence
 from penstock.figures import KvEventFigures
+from penstock.kv.tiers.ssd.directory import Directory
 from penstock.kv.tiers.ssd.tokens import TokenFile, TokenRecord
 
 MOST_WAITING = 100_000  # changes that `take` has not seen
+MOST_WAITING_BYTES = 64 << 20  # of the tokens and keys among them, about
 MOST_BLOCKS = 256  # in one event
 # Tokens of blocks that are in no tier, or not yet: the newest are kept.
 _SPARE_CONTENTS = 1 << 16
 DISK = "ssd"
 TOKEN_BYTES = 4
+_KEY_BYTES = 64  # of memory for each key
 
 
 class Content(NamedTuple):
@@ -67,6 +72,10 @@ class Told(NamedTuple):
     keys: Sequence[bytes]
     tokens: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokens) + _KEY_BYTES * len(self.keys)
+
 
 class Change(NamedTuple):
     tier: str
@@ -78,11 +87,14 @@ class KvReports:
     """What is reported, by any thread; `KvEvents` takes it. As an observer of pools it sees each pool's
     changes in order, under the pool's lock."""
 
-    def __init__(self, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, most_waiting: int = MOST_WAITING, most_bytes: int = MOST_WAITING_BYTES) -> None:
         self.num_dropped = 0  # changes
         self.is_behind = False  # a change was dropped
         self.queue: deque[Told | Change | str] = deque()  # a name: its pool was opened anew
         self._most_waiting = most_waiting
+        self._most_bytes = most_bytes
+        self._num_bytes = 0  # of `Told` in the queue
+        self._bytes_lock = threading.Lock()
         self._public: dict[bytes, str] = {}  # adapter by digest of a scope
         # By tier and slot: what is there now. Read only to make up for lost changes.
         self._now: dict[str, list[bytes | None]] = {}
@@ -94,10 +106,32 @@ class KvReports:
     def tell(self, scope: bytes, parent: bytes | None, keys: Sequence[bytes], tokens: bytes) -> None:
         """The blocks `keys`, which follow `parent`, hold `tokens`. Before one of them is sealed."""
         adapter = self._public.get(scope)
-        if adapter is not None and keys:
-            self._put(Told(adapter, parent, keys, tokens))
+        if adapter is None or not keys:
+            return
+        told = Told(adapter, parent, keys, tokens)
+        with self._bytes_lock:
+            fits = self._num_bytes + told.num_bytes <= self._most_bytes
+            fits = fits and len(self.queue) < self._most_waiting
+            self._num_bytes += told.num_bytes if fits else 0
+        if fits:
+            self.queue.append(told)
+        else:  # its blocks are not named; nothing that was said is wrong
+            self.num_dropped += 1
 
-    def _put(self, change: Told | Change | str) -> None:
+    def take(self) -> Told | Change | str:
+        """The next change. For one thread; there is one."""
+        change = self.queue.popleft()
+        if isinstance(change, Told):
+            with self._bytes_lock:
+                self._num_bytes -= change.num_bytes
+        return change
+
+    def stop(self) -> None:
+        """Nothing takes changes any more: all are dropped from now on, and counted."""
+        self._most_waiting = self._most_bytes = 0
+        self.queue.clear()
+
+    def _put(self, change: Change | str) -> None:
         if len(self.queue) < self._most_waiting:
             self.queue.append(change)
         else:
@@ -155,12 +189,14 @@ class KvEvents:
     def take(self, most: int = MOST_WAITING) -> list[Event]:
         """What has changed since the last call, up to so many changes."""
         found, num_named = _Merged(), self._num_named
+        # before the queue, which has all blocks of a scan that is over
+        scanned = None if self._disk is None else self._disk.file.scanned
         if self.reports.is_behind:
             self._catch_up(found)
         for _ in range(min(most, len(self.reports.queue))):
-            self._note(self.reports.queue.popleft(), found)
+            self._note(self.reports.take(), found)
         if self._disk is not None:
-            self._look_at(self._disk, found)
+            self._look_at(self._disk, scanned, found)
         self._drop_contents()
         events = found.events
         if num_named and not self._num_named:
@@ -171,9 +207,17 @@ class KvEvents:
     def close(self) -> list[Event]:
         """The engine has closed: its memory is gone."""
         if self._disk is not None:
+            self._disk.file.add(self._disk.new)
             self._disk.file.close()
         self._num_made["cleared"] += 1
         return [Cleared()]
+
+    def stop(self) -> None:
+        """The sender has failed: nothing is kept for it."""
+        self.reports.stop()
+        self._contents, self._here = {}, {}
+        if self._disk is not None:
+            self._disk.file.close()
 
     def figures(self) -> KvEventFigures:
         return KvEventFigures(dict(self._num_made), self.reports.num_dropped)
@@ -219,38 +263,50 @@ class KvEvents:
             self._num_named -= 1
             found.remove(tier, key)
 
-    def _look_at(self, disk: _OnDisk, found: _Merged) -> None:
-        """Write down what is new on disk. Once the blocks of an earlier process are known, tell of them."""
+    def _look_at(self, disk: _OnDisk, scanned: Directory | None, found: _Merged) -> None:
+        """Write down what is new on disk. The file is read, and written anew, only while all blocks of the
+        directory `scanned` are known."""
+        if scanned is None:
+            return  # what is new is written down later
         here = self._here.get(DISK, set())
-        if not disk.is_read:
-            if not disk.file.is_ready:
-                return  # what is new is written down later
-            disk.is_read = True
-            new = set()
-            for record in disk.file.read():
-                if record.key in here and record.key not in self._contents:
-                    self._contents[record.key] = Content(record.parent, record.tokens, "")
-                    new.add(record.key)
-            known = set(self._contents) - new
-            for key in self._parents_first(new):
-                for tier in self._here:
-                    if key in self._here[tier]:
-                        self._say(tier, key, found)
-            disk.new = [record for record in disk.new if record.key in known]
+        is_complete = not self.reports.queue and not self.reports.is_behind
+        if disk.read is not scanned:
+            if not is_complete:
+                return
+            disk.file.follow(scanned)
+            self._read(disk, here, found)
+            disk.read = scanned
         records, disk.new = disk.new, []
         disk.file.add(records)
-        if disk.file.has_too_many(len(here)):
-            some = ((key, self._contents[key]) for key in here if key in self._contents)
-            disk.file.write_anew(
-                TokenRecord(key, one.parent, one.tokens) for key, one in some if not one.adapter
-            )
+        if is_complete and disk.file.has_too_many(len(here)):
+            disk.file.write_anew(self._records(here))
+
+    def _read(self, disk: _OnDisk, here: set[bytes], found: _Merged) -> None:
+        """Tell of the blocks that an earlier process wrote. What the file lacks is new."""
+        written: set[bytes] = set()
+        new: set[bytes] = set()
+        for record in disk.file.read():
+            if record.key in here:
+                written.add(record.key)
+                if record.key not in self._contents:
+                    self._contents[record.key] = Content(record.parent, record.tokens, "")
+                    new.add(record.key)
+        for key in self._parents_first(new):
+            for tier in self._here:
+                if key in self._here[tier]:
+                    self._say(tier, key, found)
+        disk.new = list(self._records(self._parents_first(here - written)))
+
+    def _records(self, keys: Iterable[bytes]) -> Iterator[TokenRecord]:
+        some = ((key, self._contents[key]) for key in keys if key in self._contents)
+        return (TokenRecord(key, one.parent, one.tokens) for key, one in some if not one.adapter)
 
     def _catch_up(self, found: _Merged) -> None:
         """Begin anew from what is in the pools now. Changes that are queued meanwhile may be noted twice,
         which does no harm."""
         self.reports.is_behind = False
         for _ in range(len(self.reports.queue)):
-            if isinstance(change := self.reports.queue.popleft(), Told):
+            if isinstance(change := self.reports.take(), Told):
                 self._learn(change, _Merged())
         self._here = self.reports.here()
         found.events, self._num_named = [Cleared()], 0
@@ -285,7 +341,7 @@ class _OnDisk:
 
     def __init__(self, file: TokenFile) -> None:
         self.file = file
-        self.is_read = False
+        self.read: Directory | None = None  # where its records were read
         self.new: list[TokenRecord] = []
 
 

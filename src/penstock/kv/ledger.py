@@ -20,7 +20,7 @@ from penstock.kv.rules import PrefixRule, WholePrefix
 from penstock.kv.states import KeptStates
 from penstock.kv.table import BlockTable, OpenTables
 from penstock.kv.tiers.host import HostLease, Part
-from penstock.kv.tiers.reads import Fetch
+from penstock.kv.tiers.reads import Fetch, ToRead
 from penstock.kv.tiers.tiers import Tiers
 
 _HOST_SPARE_SHARE = 8  # 1 / this of the host slots is never promised to deep requests
@@ -202,10 +202,10 @@ class Ledger:
         if not (is_next or self.may_prefetch):
             return None
         known = lease if isinstance(lease, HostLease) else None
-        num, keys = (0, prefix.keys) if whole else self.rule.to_read(self._pool, prefix.keys, known)
-        if num == len(keys):
+        wanted = ToRead(0, prefix.keys) if whole else self.rule.to_read(self._pool, prefix.keys, known)
+        if wanted.first == len(wanted.keys):
             return None
-        return self.loads.reader.fetch(owner, keys, num, self.loads.deadline_s, parts, is_next)
+        return self.loads.reader.fetch(owner, wanted, self.loads.deadline_s, parts, is_next)
 
     # --------------------------------------------------------------------------------------------------- room
 

@@ -12,9 +12,11 @@ prefix without them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.pool import BlockPool
@@ -22,6 +24,7 @@ from penstock.kv.blocks.slots import Run, SlotState
 from penstock.kv.states import KeptStates
 from penstock.kv.tiers.host import ABSENT, HostLease, HostTier
 from penstock.kv.tiers.loads import Loads
+from penstock.kv.tiers.reads import BlocksToRead, ToRead
 
 # Blocks that a request with a window may have besides those of its window and of its step: both may begin
 # inside a block, and a token more is kept for a full match, whose last token is computed again.
@@ -77,10 +80,8 @@ class PrefixRule(Protocol):
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         """The first block that colder tiers are asked for; the number of keys if the device has all."""
 
-    def to_read(
-        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
-    ) -> tuple[int, Sequence[bytes]]:
-        """What to read into host memory: the number of the first block, and the keys up to the last."""
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
+        """What to read into host memory."""
 
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         """Whether a running request makes a longer prefix usable than its first `num_found` blocks."""
@@ -122,10 +123,8 @@ class WholePrefix:
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         return len(pool.find(keys))
 
-    def to_read(
-        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
-    ) -> tuple[int, Sequence[bytes]]:
-        return len(pool.find(keys)), keys
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
+        return ToRead(len(pool.find(keys)), keys)
 
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         return announces(num_found, keys[num_found])
@@ -199,38 +198,36 @@ class LastWindow:
         return len(slots)
 
     def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
-        slots = pool.find_each(keys)
-        end = len(keys)
-        while end:
-            first = self.first_block(end * self._block_tokens)
-            missing = _last_absent(slots, first, end)
-            if missing is None:
-                return Usable(np.array(slots[first:end], np.intp), end)
-            end = missing  # a prefix that ends after the missing block needs it
-        return Usable(np.empty(0, np.intp), 0)
+        slots, num_blocks = pool.find_last(keys, -(-self.window // self._block_tokens))
+        return Usable(slots, num_blocks)
 
     def with_lease(
         self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
     ) -> Usable:
-        longer = self._joined(found, pool.find_each(keys), lease.covered().tolist(), lease.num_tokens)
+        longer = self._joined(found, pool, keys, lease.covered(), lease.num_tokens)
         # a part of it is of no use: a shorter prefix needs earlier blocks
-        return longer if loads.worth(lease, longer.num_blocks) >= longer.num_colder else found
+        num_worth = loads.worth(lease, longer.num_blocks, found.num_blocks)
+        return longer if num_worth >= longer.num_colder else found
 
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         found = self.find(pool, keys)
         if found.num_blocks < len(keys):
             num_tokens = len(keys) * self._block_tokens
-            found = self._joined(found, pool.find_each(keys), host.has_each(keys), num_tokens)
+            found = self._joined(found, pool, keys, np.array(host.has_each(keys)), num_tokens)
         return found.num_blocks
 
-    def to_read(
-        self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None
-    ) -> tuple[int, Sequence[bytes]]:
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
         found = self.find(pool, keys)
         if lease is None or found.num_blocks == len(keys):
-            return found.num_blocks, keys
-        longer = self._joined(found, pool.find_each(keys), lease.covered().tolist(), lease.num_tokens)
-        return longer.num_blocks, keys[: longer.num_blocks + longer.num_colder]
+            return ToRead(found.num_blocks, keys, partial(self._chosen, pool, keys))
+        longer = self._joined(found, pool, keys, lease.covered(), lease.num_tokens)
+        keys = keys[: longer.num_blocks + longer.num_colder]
+        return ToRead(longer.num_blocks, keys, partial(self._chosen, pool, keys))
+
+    def _chosen(self, pool: BlockPool, keys: Sequence[bytes], colder: NDArray[np.bool_]) -> BlocksToRead:
+        found = self.find(pool, keys)
+        longer = self._joined(found, pool, keys, colder, len(keys) * self._block_tokens)
+        return BlocksToRead(longer.num_blocks, longer.num_blocks + longer.num_colder, found.num_blocks)
 
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         return announces(num_found, keys[num_found])
@@ -240,28 +237,37 @@ class LastWindow:
         lasts = (load.first + len(load.keys) - 1 for load in loads.in_flight.values())
         return any(num_found <= last < len(keys) and loads.is_coming(last, keys[last]) for last in lasts)
 
-    def _joined(self, found: Usable, slots: Sequence[int], colder: Sequence[bool], num_tokens: int) -> Usable:
+    def _joined(
+        self,
+        found: Usable,
+        pool: BlockPool,
+        keys: Sequence[bytes],
+        colder: NDArray[np.bool_],
+        num_tokens: int,
+    ) -> Usable:
         """The longest usable prefix that is longer than `found`, and whose last blocks are `colder` ones;
-        else `found`. `slots`: of each block on the device. `colder` blocks have KV of `num_tokens` tokens."""
-        end = len(colder)
-        while end > found.num_blocks:
-            first = self.first_block(min(end * self._block_tokens, num_tokens))
-            start = end  # of the colder blocks
-            while start > first and colder[start - 1]:
-                start -= 1
-            if start == end:
-                end -= 1
-                continue
-            missing = _last_absent(slots, first, start)
-            if missing is None:
-                num = next((i for i in range(start, end) if i >= len(slots) or slots[i] == ABSENT), end)
-                return Usable(np.array(slots[first:num], np.intp), num, end - num)
-            end = start
-        return found
+        else `found`. `colder` blocks have KV of `num_tokens` tokens."""
+        blocks = np.arange(len(colder))
+        slots = np.full(len(colder), ABSENT)
+        slots[: len(keys)] = pool.find_each(keys[: len(colder)])
+        # by last block of a prefix: the first that it needs, and the first of the colder ones at its end
+        firsts = np.maximum(np.minimum((blocks + 1) * self._block_tokens, num_tokens) - self.window, 0)
+        firsts //= self._block_tokens
+        starts = np.maximum(_last(~colder) + 1, firsts)
+        missing = np.append(_last(slots == ABSENT), ABSENT)[starts - 1]  # the last before these
+        usable = np.flatnonzero(colder & (missing < firsts))
+        if not usable.size or usable[-1] < found.num_blocks:
+            return found
+        last = int(usable[-1])
+        absent = np.flatnonzero(slots[starts[last] : last + 1] == ABSENT)
+        num_blocks = int(starts[last] + absent[0]) if absent.size else last + 1
+        return Usable(slots[firsts[last] : num_blocks], num_blocks, last + 1 - num_blocks)
 
 
-def _last_absent(slots: Sequence[int], first: int, end: int) -> int | None:
-    return next((i for i in range(end - 1, first - 1, -1) if i >= len(slots) or slots[i] == ABSENT), None)
+def _last(mask: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """By place, the last one up to there that is true, or ABSENT."""
+    last: NDArray[np.intp] = np.maximum.accumulate(np.where(mask, np.arange(len(mask)), ABSENT))
+    return last
 
 
 def rule_for(windows: Sequence[int], block_tokens: int, states: KeptStates | None = None) -> PrefixRule:

@@ -67,7 +67,7 @@ class OpenTables:
     ) -> BlockTable:
         """A new table, which begins with the first `num_matched` blocks of its prompt, in slots of `hold` or,
         under the pin `paged`, in host memory."""
-        self.num_hits += num_matched
+        self.num_hits += len(hold.run) + (0 if paged is None else len(paged.run))
         self.num_misses += 0 if prefix is None else len(prefix.keys) - num_matched
         table = self.open[hold] = BlockTable(
             self, hold, prefix if self.shares else None, num_matched, is_deep

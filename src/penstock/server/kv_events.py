@@ -3,7 +3,8 @@ the sockets, the sequence numbers and the thread that sends; which events there 
 `kv.events`.
 
     published: topic, sequence (8 bytes, big-endian), payload
-    replay:    asked for by the first sequence; answered with the kept ones from there on, then sequence -1
+    replay:    asked for by the first sequence; answered with the kept ones from there on, then sequence -1.
+               A client has one answer at a time: the newest it asked for
 
 Imported only if events are on: it needs the extra `events`. Nothing here runs on the engine's thread.
 """
@@ -16,6 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -32,6 +35,11 @@ MOST_KEPT = 10_000  # messages, for replay
 MOST_KEPT_BYTES = 64 << 20
 _AT_ONCE = 1000  # changes taken in one go: about a millisecond of the interpreter
 _EVENTS_PER_MESSAGE = 16
+_ANSWERS = 8  # clients that are answered at the same time; others wait in their sockets
+_SLICE = 64  # messages to one client in one go
+_MOST_QUEUED = 8  # messages that wait for one client to read them; also requests of one client
+_MOST_ASKED_BYTES = 1024  # a longer request is refused, and its client disconnected
+_STUCK_S = 10.0  # a client that reads no message for so long gets no more
 _LOOK_MS = 50  # between two looks for changes: each costs the interpreter a moment
 _BUSY_MS = 1  # if there are more
 _LINGER_MS = 500  # for the last message
@@ -106,8 +114,79 @@ class Kept:
         return self.next_sequence - 1
 
     def since(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """None may be added while it is read."""
         start = self.next_sequence - len(self._messages)
-        return ((number, payload) for number, payload in enumerate(self._messages, start) if number >= first)
+        num_before = min(max(0, first - start), len(self._messages))
+        return islice(enumerate(self._messages, start), num_before, None)
+
+
+@dataclass(slots=True)
+class ReplayAnswer:
+    """Kept messages on their way to one client."""
+
+    blank: bytes
+    next_sequence: int
+    end: int  # the first that came after the request
+    sent_s: float  # when a message was last sent
+
+
+class EventReplay:
+    """Answers requests for kept messages, in slices: a client that reads slowly delays nothing, and little
+    waits for it in memory. Owns its socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kept: Kept, topic: bytes) -> None:
+        self._kept = kept
+        self._topic = topic
+        self.answers: dict[bytes, ReplayAnswer] = {}  # by client
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set_hwm(_MOST_QUEUED)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what a client has no room for is not dropped
+
+    def turn(self, wait_ms: int) -> None:
+        """Take one request, waiting so long for it at most, and send a slice of each answer."""
+        if len(self.answers) < _ANSWERS:
+            if self.socket.poll(_BUSY_MS if self.answers else wait_ms):
+                self._take(self.socket.recv_multipart())
+        else:
+            time.sleep(_BUSY_MS / 1000)
+        for client, answer in list(self.answers.items()):
+            if self._is_over(client, answer):
+                del self.answers[client]
+
+    def _take(self, frames: Sequence[bytes]) -> None:
+        """Of a request with a wrong form, nothing is known but its sender."""
+        if len(frames) != 3 or len(frames[2]) != len(_END):
+            logger.warning("a request for KV events is not a sequence number of 8 bytes")
+            return
+        client, blank, asked = frames
+        first = int.from_bytes(asked, "big")
+        self.answers[client] = ReplayAnswer(blank, first, self._kept.next_sequence, time.monotonic())
+
+    def _is_over(self, client: bytes, answer: ReplayAnswer) -> bool:
+        """Send as much as the client has room for, up to a slice."""
+        try:
+            for sequence, payload in islice(self._kept.since(answer.next_sequence), _SLICE):
+                if sequence >= answer.end:
+                    break
+                self._send(client, answer, self._topic, _number(sequence), payload)
+                answer.next_sequence = sequence + 1
+            else:
+                if answer.next_sequence < answer.end:
+                    return False
+            self._send(client, answer, b"", _END, b"")
+        except zmq.Again:
+            if time.monotonic() - answer.sent_s <= _STUCK_S:
+                return False
+            logger.warning("a client that asked for KV events does not read them; it gets no more")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it has gone
+                raise
+        return True
+
+    def _send(self, client: bytes, answer: ReplayAnswer, *frames: bytes) -> None:
+        self.socket.send_multipart((client, answer.blank, *frames), zmq.NOBLOCK)
+        answer.sent_s = time.monotonic()
 
 
 class KvPublisher:
@@ -121,12 +200,11 @@ class KvPublisher:
         self._thread: threading.Thread | None = None
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PUB)
-        self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.set_hwm(MOST_KEPT + 1)  # one client's answer; one that reads nothing gets no more
+        self._replay = EventReplay(self._context, self._kept, self._topic)
         try:
             _bind(self._out, endpoint, "--kv-events")
             if replay is not None:
-                _bind(self._replay, replay, "--kv-events-replay")
+                _bind(self._replay.socket, replay, "--kv-events-replay")
         except ConfigError:
             self._close_sockets(0)
             raise
@@ -147,17 +225,17 @@ class KvPublisher:
 
     def _close_sockets(self, linger_ms: int) -> None:
         self._out.close(linger_ms)
-        self._replay.close(0)
+        self._replay.socket.close(0)
         self._context.term()
 
     def _run(self, events: KvEvents, block_tokens: int) -> None:
         try:
             while not self._stop.is_set():
                 self._send(events.take(_AT_ONCE), block_tokens)
-                if self._replay.poll(_BUSY_MS if events.num_waiting else _LOOK_MS):
-                    self._answer(self._replay.recv_multipart())
+                self._replay.turn(_BUSY_MS if events.num_waiting else _LOOK_MS)
             self._send([*events.take(), *events.close()], block_tokens)
         except Exception:
+            events.stop()
             logger.exception("KV events have stopped; the server goes on without them")
 
     def _send(self, events: Sequence[Event], block_tokens: int) -> None:
@@ -166,16 +244,6 @@ class KvPublisher:
             payload = msgspec.msgpack.encode(EventBatch(time.time(), some))
             sequence = self._kept.add(payload)
             self._out.send_multipart((self._topic, _number(sequence), payload))
-
-    def _answer(self, frames: Sequence[bytes]) -> None:
-        """Of a request with a wrong form, nothing is known but its sender."""
-        if len(frames) != 3 or len(frames[2]) != len(_END):
-            logger.warning("a request for KV events is not a sequence number of 8 bytes")
-            return
-        client, blank, asked = frames
-        for sequence, payload in self._kept.since(int.from_bytes(asked, "big")):
-            self._replay.send_multipart((client, blank, self._topic, _number(sequence), payload))
-        self._replay.send_multipart((client, blank, b"", _END, b""))
 
 
 def _number(sequence: int) -> bytes:

@@ -152,6 +152,7 @@ def test_a_second_turn_loads_no_more_than_its_window_from_host_memory(
     found = generate(engine, prompt, max_tokens=60)
     assert found.tokens == expected(engine, prompt, 60)
     assert engine.stats().cache["promoted"] == WINDOW_BLOCKS - num_before
+    assert engine.stats().cache["hits"] == num_before, "what left the window is held by no table"
     device = 224 - (WINDOW_BLOCKS - num_before) * BLOCK if num_before else 0
     assert found.source == KvSource(device=device, host=224 - device, computed=26)
     settle_all(engine)
@@ -177,6 +178,38 @@ def test_a_second_turn_loads_no_more_than_its_window_from_a_disk(
     assert found.source is not None and found.source.computed == 26 and found.source.ssd > 0
     settle_all(engine)
     check_at_rest(engine)
+
+
+@pytest.mark.parametrize("device_has_some", [False, True])
+def test_a_prefetch_reads_the_last_window_of_what_the_tiers_have(
+    make: MakeEngine, prompts: Prompts, tmp_path: Path, device_has_some: bool
+) -> None:
+    engine = make(blocks=64, host_blocks=256, ssd_dir=str(tmp_path), ssd_gib=0.1)
+    prompt, _ = conversation(engine, prompts)
+    engine.cache.drain(30.0)
+    prefix = engine.cache.prefix_of([*prompt, *prompts(100, seed=8)])
+    assert prefix is not None and len(prefix.keys) * BLOCK > 224, "the rest is nowhere"
+    engine.cache.reset(("host",))
+    pool = engine.cache._pool
+    first = 224 // BLOCK - WINDOW_BLOCKS
+    kept = pool.find_each(prefix.keys[first : first + 2]) if device_has_some else ()
+    pool.forget(slot for slot in range(64) if slot not in kept)
+    fetch = engine.cache.prefetch(prefix, "reader")
+    assert fetch is not None and fetch.num_blocks == WINDOW_BLOCKS - len(kept)
+    while not fetch.settled:
+        engine.cache.settle()
+    found = generate(engine, prompt, max_tokens=60)
+    assert found.source is not None and found.source.computed == 26 and not found.source.ssd
+    assert found.tokens == expected(engine, prompt, 60)
+
+
+@pytest.mark.parametrize("blocks", [20, 100])
+def test_snapshots_may_pin_half_of_host_memory_however_small_the_device(
+    make: MakeEngine, blocks: int
+) -> None:
+    """No sequence is paged out to host memory, so none of it is promised."""
+    engine = make(blocks=blocks, host_blocks=100, max_model_len=600)
+    assert engine.stats().snapshots.pinned_blocks_max == 50
 
 
 def test_without_the_blocks_of_the_last_window_nothing_before_it_is_used(

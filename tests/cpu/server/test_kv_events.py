@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
@@ -18,7 +18,7 @@ from penstock.config import Config, ServerConfig
 from penstock.errors import ConfigError
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.events import Event, KvEvents, KvReports
-from penstock.server.kv_events import Kept, KvPublisher
+from penstock.server.kv_events import EventReplay, Kept, KvPublisher
 from tests.cpu.server.served import until
 from tests.support.kv_router import Router
 from tests.support.kv_wire import connected, replayed
@@ -139,6 +139,19 @@ def test_while_the_sender_is_stuck_blocks_are_sealed_and_evicted(monkeypatch: py
         assert "AllBlocksCleared" in one.heard().kinds
 
 
+def test_a_sender_that_has_failed_leaves_nothing_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: KvEvents, most: int) -> list[Event]:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(KvEvents, "take", fails)
+    with publishing() as one:
+        until(lambda: "KV events have stopped" in caplog.text, "it has failed")
+        one.seal(10)
+        assert not one.events.num_waiting and one.reports.num_dropped == 11
+
+
 def test_a_request_that_is_no_number_gets_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     with publishing() as one:
         with connected(zmq.DEALER, one.replay) as socket:
@@ -148,6 +161,124 @@ def test_a_request_that_is_no_number_gets_no_answer(caplog: pytest.LogCaptureFix
         one.seal()
         one.said()
         until(lambda: one.heard().kinds, "others are answered")
+
+
+class Replaying:
+    """Kept messages, and the socket that repeats them, driven by the test."""
+
+    def __init__(self, num_messages: int, size: int) -> None:
+        self.kept = Kept()
+        for number in range(num_messages):
+            self.kept.add(number.to_bytes(size, "big"))
+        self.context = zmq.Context()
+        self.replay = EventReplay(self.context, self.kept, b"kv")
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        self.replay.socket.bind(self.endpoint)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        until(lambda: self.replay.turn(1) or condition(), what)  # type: ignore[func-returns-value]
+
+    def asked(self, first: int, stack: contextlib.ExitStack) -> zmq.Socket[bytes]:
+        """A client that has asked, is being answered, and has room for one message."""
+        client = stack.enter_context(connected(zmq.DEALER, self.endpoint))
+        client.disconnect(self.endpoint)
+        for option in (zmq.RCVHWM, zmq.RCVBUF):
+            client.setsockopt(option, 1)
+        client.connect(self.endpoint)
+        client.send_multipart([b"", first.to_bytes(8, "big")])
+        num = len(self.replay.answers)
+        self.until(lambda: len(self.replay.answers) > num, "its request is taken")
+        return client
+
+
+@pytest.fixture
+def replaying() -> Iterator[Callable[[int, int], Replaying]]:
+    made = list[Replaying]()
+
+    def make(num_messages: int, size: int) -> Replaying:
+        made.append(Replaying(num_messages, size))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.replay.socket.close(0)
+        one.context.term()
+
+
+Make = Callable[[int, int], Replaying]
+
+
+def test_an_answer_comes_in_slices_and_in_order(replaying: Make) -> None:
+    one, heard = replaying(500, 10), list[int]()
+    with contextlib.ExitStack() as stack:
+        client = one.asked(7, stack)
+        one.kept.add(b"after the request")
+
+        def hears() -> bool:
+            while client.poll(0):
+                heard.append(int.from_bytes(client.recv_multipart()[2], "big", signed=True))
+            return heard[-1:] == [-1]
+
+        one.until(hears, "the end has come")
+        assert heard == [*range(7, 500), -1] and not one.replay.answers
+        heard.clear()
+        client.send_multipart([b"", b"\xff" * 8])
+        one.until(hears, "there is nothing that late")
+        assert heard == [-1]
+
+
+def test_for_a_client_that_reads_nothing_little_is_held_and_others_are_answered(
+    replaying: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forty megabytes: a few messages wait for it, and in the end it gets no more."""
+    one = replaying(40, 1 << 20)
+    with contextlib.ExitStack() as stack:
+        stuck = one.asked(0, stack)
+        good = stack.enter_context(connected(zmq.DEALER, one.endpoint))
+        good.send_multipart([b"", (38).to_bytes(8, "big")])
+        one.until(lambda: good.poll(0), "others are answered")
+        assert [good.recv_multipart()[2] for _ in range(3)][-1] == b"\xff" * 8
+        monkeypatch.setattr("penstock.server.kv_events._STUCK_S", 0.0)
+        one.until(lambda: not one.replay.answers, "it gets no more")
+        assert caplog.text.count("does not read them") == 1
+        num_got = 0
+        while stuck.poll(500):
+            num_got += bool(stuck.recv_multipart())
+        assert 0 < num_got <= 20
+
+
+def test_those_that_come_while_others_read_nothing_are_answered_when_these_get_no_more(
+    replaying: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.server.kv_events._ANSWERS", 2)
+    one = replaying(40, 1 << 20)
+    with contextlib.ExitStack() as stack:
+        _stuck = [one.asked(0, stack) for _ in range(2)]
+        late = stack.enter_context(connected(zmq.DEALER, one.endpoint))
+        late.send_multipart([b"", (39).to_bytes(8, "big")])
+        for _ in range(50):
+            one.replay.turn(1)
+        assert not late.poll(0) and len(one.replay.answers) == 2
+        monkeypatch.setattr("penstock.server.kv_events._STUCK_S", 0.0)
+        one.until(lambda: late.poll(0), "it is answered")
+
+
+def test_a_client_that_goes_during_its_answer_ends_it(replaying: Make) -> None:
+    one = replaying(40, 1 << 20)
+    with contextlib.ExitStack() as stack:
+        one.asked(0, stack)
+    one.until(lambda: not one.replay.answers, "its answer has ended")
+
+
+def test_a_request_that_is_too_long_is_refused(replaying: Make) -> None:
+    one = replaying(3, 10)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(connected(zmq.DEALER, one.endpoint))
+        monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stack.callback(client.disable_monitor)
+        stack.callback(monitor.close)
+        client.send_multipart([b"", bytes(2000)])
+        one.until(lambda: monitor.poll(0), "it is disconnected")
 
 
 def test_the_end_of_the_server_clears_all() -> None:

@@ -126,6 +126,23 @@ def test_a_prompt_that_begins_as_the_one_before_is_looked_up_behind_that(num_mor
     assert pool.find(keys_of("a", 3 + num_more)) is run and pool.index.slot_of.num_lookups == num_more
 
 
+def test_the_longest_prefix_with_its_last_blocks_is_found_and_no_key_is_looked_up_twice() -> None:
+    num_found = 0
+    for r in walks(300):
+        pool = BlockPool(40, "device")
+        keys, num_last = keys_of("a", r.randint(1, 40)), r.randint(1, 9)
+        share = r.choice([0.5, 0.9, 1.0])
+        sealed(pool, tuple(key for key in keys if r.random() < share))
+        here = [slot >= 0 for slot in pool.find_each(keys)]
+        end = max(end for end in range(len(keys) + 1) if all(here[max(0, end - num_last) : end]))
+        pool.index.slot_of = slots = CountingSlots(pool.index.slot_of)
+        run, num = pool.find_last(keys, num_last)
+        assert num == end and slots.num_lookups - len(run) <= len(keys)
+        assert run.tolist() == pool.find_each(keys[max(0, end - num_last) : end])
+        num_found += end > num_last
+    assert num_found > 50, "prefixes longer than what is needed of them"
+
+
 def walks(num: int) -> Iterator[random.Random]:
     for seed in range(num):
         yield random.Random(seed)

@@ -3,6 +3,7 @@ tenant or of one request alone."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 from penstock.contract import Adapter
 from penstock.kv.blocks.key import KEY_BYTES
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.events import MOST_BLOCKS, TOKEN_BYTES, Cleared, KvEvents, KvReports, Stored
+from penstock.kv.events import MOST_BLOCKS, TOKEN_BYTES, Cleared, KvEvents, KvReports, Stored, Told
 from penstock.kv.tiers.ssd import survey
+from penstock.kv.tiers.ssd.index import Scan
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import Outcome, Space
@@ -29,7 +31,7 @@ NUM_WALKS = 60
 MEDIA = {"device": "GPU", "host": "CPU", "ssd": "STORAGE"}
 
 
-class Told:
+class Hearing:
     """Events and the books of a router that hears all of them."""
 
     def __init__(self, block_tokens: int = BLOCK, **limits: int) -> None:
@@ -49,10 +51,10 @@ class Told:
             assert self.router.held(MEDIA[pool.name]) == set(map(block_hash, pool.keys()))
 
 
-class ToldWalker(Walker):
+class HearingWalker(Walker):
     """After each event, all that was said adds up to what device and host have."""
 
-    def __init__(self, shape: Shape, told: Told) -> None:
+    def __init__(self, shape: Shape, told: Hearing) -> None:
         super().__init__(shape, told.events)
         self.told = told
 
@@ -63,9 +65,9 @@ class ToldWalker(Walker):
             self.told.check(self.rig.pool, self.rig.host.pool)
 
 
-def walk(shape: Shape, events: list[Event], told: Told) -> Counter[str]:
+def walk(shape: Shape, events: list[Event], told: Hearing) -> Counter[str]:
     with at_once(shape.read_ahead):
-        walker = ToldWalker(shape, told)
+        walker = HearingWalker(shape, told)
         for event in events:
             walker.do(event)
         walker.finish()
@@ -75,7 +77,7 @@ def walk(shape: Shape, events: list[Event], told: Told) -> Counter[str]:
 def walks(num: int, windowed: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(num):
-        seen += walk(*choose(seed, windowed), Told())
+        seen += walk(*choose(seed, windowed), Hearing())
     return seen
 
 
@@ -124,7 +126,7 @@ def test_a_walk_notices_a_sender_that(
 # --------------------------------------------------------------------------------------------------- overflow
 
 
-def overflowed(told: Told) -> Stacked:
+def overflowed(told: Hearing) -> Stacked:
     """A cache with more changes than there is room for."""
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     for name in "abc":
@@ -137,7 +139,7 @@ def overflowed(told: Told) -> Stacked:
 
 
 def test_after_an_overflow_all_is_said_anew() -> None:
-    told = Told(most_waiting=8)
+    told = Hearing(most_waiting=8)
     rig = overflowed(told)
     assert told.reports.num_dropped > 0
     rig.prefix(6, "a")  # a request names them again: what the queue lost was their tokens
@@ -156,7 +158,7 @@ def test_without_that_the_router_would_be_wrong(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_said_anew_begins_with_the_parents() -> None:
-    told = Told()
+    told = Hearing()
     rig = overflowed(told)
     told.hear()
     told.reports.is_behind = True  # as after an overflow, with all tokens known
@@ -183,6 +185,38 @@ def test_a_queue_that_nobody_takes_from_is_bounded() -> None:
     assert len(reports.queue) == 100 and reports.num_dropped == 251
 
 
+def test_tokens_of_prompts_that_wait_in_the_queue_are_bounded_in_bytes() -> None:
+    """However few prompts they are. What was dropped makes no block known, and clears nothing."""
+    reports = KvReports(most_bytes=10_000)
+    events = KvEvents(reports, 1)
+    reports.make_public(b"s")
+    pool = BlockPool(50, "device", reports)
+    keys = [number.to_bytes(16, "big") for number in range(40)]
+    for _ in range(2):
+        for _ in range(9):
+            reports.tell(b"s", None, keys, bytes(4 * len(keys)))
+        assert [type(one) for one in reports.queue].count(Told) == 3
+        assert not reports.is_behind and not events.take()
+    assert reports.num_dropped == 12
+    hold, reservation = pool.hold("request"), pool.try_reserve(1, "request")
+    assert reservation is not None
+    reservation.commit(hold)
+    pool.seal(hold.slots, keys[:1])
+    assert [type(event) for event in events.take()] == [Stored]
+    hold.end()
+
+
+def test_after_the_sender_has_failed_nothing_is_kept() -> None:
+    heard = Hearing(BLOCK)
+    rig = Stacked("ssd", num_device=24, num_host=32, events=heard.events)
+    rig.ran(6, "a").release(None)
+    heard.hear()
+    heard.events.stop()
+    rig.ran(6, "b").release(None)
+    rig.flow()
+    assert not heard.reports.queue and heard.reports.num_dropped > 6
+
+
 # ---------------------------------------------------------------------------------------------------- private
 
 
@@ -198,7 +232,7 @@ def ran_with(rig: Stacked, token: int, salt: str, adapter: Adapter | None = None
 
 
 def test_blocks_of_tenants_are_never_named() -> None:
-    told = Told()
+    told = Hearing()
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     ran_with(rig, 7, "")
     ran_with(rig, 8, "a tenant's", more=2)
@@ -223,7 +257,7 @@ def test_without_that_rule_they_would_be(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_blocks_of_a_closed_scope_are_never_named() -> None:
     """What a scored request computes after its context was cut is for itself alone."""
-    told = Told()
+    told = Hearing()
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     table = rig.cache.open("request", rig.prefix(2), 0)
     assert table is not None
@@ -236,7 +270,7 @@ def test_blocks_of_a_closed_scope_are_never_named() -> None:
 
 
 def test_an_adapter_is_named_and_so_are_blocks_that_a_request_generates() -> None:
-    told = Told()
+    told = Hearing()
     rig = Stacked("ssd", num_device=24, num_host=32, events=told.events)
     ran_with(rig, 7, "", Adapter("fable", "d"), more=3)
     told.hear()
@@ -290,16 +324,19 @@ PRIVATE = b"private block   "
 class Disk:
     """A store of some blocks, and what is told of it; the blocks are one prefix."""
 
-    def __init__(self, folder: Path, keeps_tokens: bool = False) -> None:
+    def __init__(self, folder: Path, keeps_tokens: bool = False, is_scanned: bool = True) -> None:
         folder.chmod(0o700)
-        self.told = Told(1)
+        self.told = Hearing(1)
         self.folder = folder
         self.store = open_ssd(folder, 64 << 10, SPACE, "lru", observer=self.told.reports)
-        assert self.store.wait_scanned(60)
+        assert not is_scanned or self.store.wait_scanned(60)
         if keeps_tokens:
             self.told.events = KvEvents(self.told.reports, 1, TokenFile(self.store, TOKEN_BYTES))
         self.told.reports.make_public(b"s")
-        self.pool = self.store._now.index._pool
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.store._now.index._pool
 
     def tell(self) -> None:
         """A request brings the tokens."""
@@ -309,8 +346,11 @@ class Disk:
         for key in keys:
             self.store.write([key], [DISK_KEYS.index(key)], [memoryview(bytearray(4096))])
 
-    def check(self) -> None:
-        self.told.hear()
+    def check(self, most: int = 1 << 20) -> None:
+        """`most`: changes that the sender takes in one go."""
+        self.told.hear(most)
+        while self.told.events.num_waiting:
+            self.told.hear(most)
         self.told.check(self.pool)
 
     @property
@@ -355,6 +395,73 @@ def test_after_a_restart_blocks_on_disk_are_told_of_parents_first(tmp_path: Path
     disk.check()
     assert disk.told.router.blocks["STORAGE"] == before and len(before) == 5
     assert disk.told.router.kinds == ["BlockStored"], "all of it is one chain"
+    disk.close()
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_blocks_on_disk_are_told_of_however_few_changes_are_taken_at_once(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of their records is dropped from the file."""
+    monkeypatch.setattr("penstock.kv.tiers.ssd.tokens._SPARE", 0)
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:5])
+    disk.check()
+    written = disk.tokens.read_bytes()
+    disk.close()
+    for _ in range(2):
+        disk = Disk(tmp_path, keeps_tokens=True)
+        disk.check(most)
+        assert len(disk.told.router.held("STORAGE")) == 5 and disk.tokens.read_bytes() == written
+        disk.close()
+
+
+def test_a_server_that_stops_during_the_scan_keeps_the_file_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.check()
+    written = disk.tokens.read_bytes()
+    disk.close()
+    gate, heads = threading.Event(), Scan._heads_of
+    with monkeypatch.context() as held:
+        held.setattr(Scan, "_heads_of", lambda self, group: (gate.wait(120), heads(self, group))[1])
+        disk = Disk(tmp_path, keeps_tokens=True, is_scanned=False)
+        disk.told.events.take()
+        disk.store._now.scan._stop.set()  # as `close`, which waits for what the gate holds
+        gate.set()
+        disk.store.close()
+        disk.told.events.take()  # as the publisher does last
+        disk.told.events.close()
+    assert disk.tokens.read_bytes() == written
+    disk = Disk(tmp_path, keeps_tokens=True)
+    disk.check()
+    assert len(disk.told.router.held("STORAGE")) == 4
+    disk.close()
+
+
+def test_a_disk_that_was_opened_anew_has_a_file_of_tokens(tmp_path: Path) -> None:
+    """Somebody removes its directory: the blocks that are written again are told of after a restart."""
+    folder = tmp_path / "ssd"
+    folder.mkdir()
+    disk = Disk(folder, keeps_tokens=True)
+    disk.tell()
+    disk.write(DISK_KEYS[:4])
+    disk.check()
+    folder.rename(tmp_path / "gone")
+    disk.store.probe()
+    disk.write(DISK_KEYS[2:4])  # before the sender knows of the new directory
+    assert disk.store.wait_scanned(60)
+    disk.check()
+    disk.write(DISK_KEYS[4:7])
+    disk.check()
+    disk.close()
+    disk = Disk(folder, keeps_tokens=True)
+    disk.check()
+    assert len(disk.told.router.held("STORAGE")) == 5
     disk.close()
 
 

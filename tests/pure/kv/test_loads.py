@@ -188,6 +188,37 @@ def test_a_hit_is_taken_where_fetching_is_faster_than_computing() -> None:
     rig.close()
 
 
+@pytest.mark.parametrize(("speed", "num_colder"), [(0.6, 2), (0.3, 2), (0.2, 0)])
+def test_a_window_is_worth_the_computing_of_all_that_the_device_lacks_up_to_its_end(
+    speed: float, num_colder: int
+) -> None:
+    """Two blocks against eight. `speed`: of loading a token, against computing it."""
+    rig = Rig(window=2 * BLOCK)
+    prefix = rig.cache.prefix_of(range(8 * BLOCK))
+    assert prefix is not None
+    rig.save(list(prefix.keys)).end()
+    rig.pool.evict(8)
+    rated(rig, speed * 500 * LAYOUT.block_bytes / BLOCK, 500)
+    lease = rig.cache.lease("request", prefix)
+    assert lease is not None
+    match = rig.cache.match(prefix.keys, lease)
+    assert (match.num_blocks, match.num_colder) == ((6, 2) if num_colder else (0, 0))
+    lease.end()
+    rig.close()
+
+
+@pytest.mark.parametrize(("speed", "num_read"), [(0.6, 2), (0.3, 2), (0.2, 0)])
+def test_a_window_is_read_from_a_disk_for_the_same_reason(speed: float, num_read: int) -> None:
+    rig = Stacked("ssd", window=2 * BLOCK)
+    rig.put("ssd", rig.keys(8))
+    rig.set_limits(replace(rig.saves.limits, load_always=False))
+    rated(rig, 1e12, 500)
+    rig.tiers["ssd"].counts.rate.bytes_per_s = speed * 500 * LAYOUT.block_bytes / BLOCK
+    fetch = rig.cache.prefetch(rig.prefix(8), "reader")
+    assert (0 if fetch is None else fetch.num_blocks) == num_read
+    rig.flow()
+
+
 def test_a_lane_that_is_late_is_not_worth_waiting_for_by_anybody() -> None:
     rig = Rig(load_always=True)
     rig.save(KEYS[:2]).end()

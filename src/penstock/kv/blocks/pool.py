@@ -129,6 +129,18 @@ class KeyIndex:
             self.last = Found(keys, run, self._num_forgets)
         return run
 
+    def find_last(self, keys: Sequence[bytes], num: int) -> tuple[Run, int]:
+        """Of the longest prefix of `keys` whose last `num` blocks are here, the slots of these, and its
+        number of blocks. No key is looked up twice, and one of `num` while none is here."""
+        end = here = len(keys)  # blocks from `here` up to `end` are here
+        while end:
+            first = max(0, end - num)
+            gap = next((place for place in range(first, here) if keys[place] not in self.slot_of), None)
+            if gap is None:
+                return np.array([self.slot_of[key] for key in keys[first:end]], np.intp), end
+            end, here = gap, first  # a longer prefix needs the missing block
+        return _NO_SLOTS, 0
+
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Give each slot its key unless another slot has the key: first writer wins. Returns the places of
         the slots that got theirs."""
@@ -248,6 +260,11 @@ class BlockPool:
         changed. `like`: a want with the answer for the same keys, so that only changes since are looked
         up."""
         return self.index.find(keys, None if like is None else like.found)
+
+    @_locked
+    def find_last(self, keys: Sequence[bytes], num: int) -> tuple[Run, int]:
+        """The longest prefix whose last `num` blocks are here: the slots of these, and its length."""
+        return self.index.find_last(keys, num)
 
     @_locked
     def find_each(self, keys: Sequence[bytes]) -> list[int]:

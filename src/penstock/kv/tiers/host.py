@@ -60,7 +60,7 @@ def tier_runs(slots: Slots, parts: Sequence[Part], first: int) -> TierRuns:
     """The blocks from number `first` on by tier, up to the first that no tier has. `slots` are the slots in
     host memory."""
     names = [HOST, *(part.tier for part in parts)]
-    tier_of = _tiers_of(slots, parts, first)
+    tier_of = tiers_of(slots, parts, first)
     lacking = np.flatnonzero(tier_of == ABSENT)
     tier_of = tier_of[: lacking[0]] if lacking.size else tier_of
     starts = np.flatnonzero(np.diff(tier_of, prepend=ABSENT))
@@ -70,8 +70,8 @@ def tier_runs(slots: Slots, parts: Sequence[Part], first: int) -> TierRuns:
     ]
 
 
-def _tiers_of(slots: Slots, parts: Sequence[Part], first: int) -> Slots:
-    """By block: 0 for host memory, the number of the part from 1 on, or ABSENT."""
+def tiers_of(slots: Slots, parts: Sequence[Part], first: int) -> Slots:
+    """By block from number `first` on: 0 for host memory, the number of the part from 1 on, or ABSENT."""
     tier_of = np.where(slots == ABSENT, ABSENT, 0)
     for number, part in enumerate(parts, 1):
         if part.finding.ready:
@@ -121,7 +121,7 @@ class HostLease:
 
     def covered(self) -> NDArray[np.bool_]:
         """Which blocks some tier has, from number 0 on."""
-        covered: NDArray[np.bool_] = _tiers_of(self.slots, self.parts, 0) != ABSENT
+        covered: NDArray[np.bool_] = tiers_of(self.slots, self.parts, 0) != ABSENT
         return covered
 
     def num_from(self, block: int) -> int:

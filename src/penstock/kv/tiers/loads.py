@@ -260,12 +260,12 @@ class Loads:
             lease.parts = parts
         return lease
 
-    def worth(self, lease: HostLease, depth: int) -> int:
+    def worth(self, lease: HostLease, depth: int, compute_from: int | None = None) -> int:
         """Number of blocks of `lease` after `depth` others that are worth loading: up to the next tier, or
-        all up to a gap."""
+        all up to a gap. `compute_from`: as in `Costs.worth`."""
         if isinstance(lease, SavedLease) and not self.mover.is_late():
             return lease.num_from(depth)
-        return self.costs.worth(lease.runs_from(depth), depth)
+        return self.costs.worth(lease.runs_from(depth), depth, compute_from)
 
     # -------------------------------------------------------------------------------------------------- begin
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Handle
@@ -20,6 +21,7 @@ from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdTier, Finding
 from penstock.kv.tiers.host import (
+    ABSENT,
     HOST,
     Displaces,
     HostTier,
@@ -28,6 +30,7 @@ from penstock.kv.tiers.host import (
     TierRuns,
     blocks_by_tier,
     tier_runs,
+    tiers_of,
 )
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose
 from penstock.kv.tiers.store import Outcome
@@ -67,9 +70,9 @@ class Costs:
         compute_s = None if self.limits.load_always else self.compute_s(first, num_blocks)
         return PATIENCE_S if compute_s is None else min(PATIENCE_S, compute_s)
 
-    def worth(self, runs: TierRuns, depth: int) -> int:
+    def worth(self, runs: TierRuns, depth: int, compute_from: int | None = None) -> int:
         """Number of blocks of `runs` after `depth` others that are worth loading: up to the next tier, or
-        all."""
+        all. `compute_from`: a part is of no use. Without all of them, this block is the first to compute."""
         if self._mover.is_late():
             return 0  # a late tier gets no more requests
         if self.limits.load_always:
@@ -84,7 +87,29 @@ class Costs:
             else:
                 break
             pieces.append(TierRun(num_blocks, load_s))
-        return choose(pieces, lambda first, num: self.compute_s(depth + first, num))
+        if compute_from is None:
+            return choose(pieces, lambda first, num: self.compute_s(depth + first, num))
+        num_blocks = sum(piece.num_blocks for piece in pieces)
+        whole = TierRun(num_blocks, sum(piece.load_s or 0.0 for piece in pieces))
+        num_computed = depth + num_blocks - compute_from
+        return choose([whole], lambda *_: self.compute_s(compute_from, num_computed))
+
+
+class BlocksToRead(NamedTuple):
+    """Blocks `first..end` of a prefix. Without all of them, `compute_from` is the first to compute."""
+
+    first: int
+    end: int
+    compute_from: int
+
+
+class ToRead(NamedTuple):
+    """Blocks of a prefix to be read into host memory. `choose` says which of them, when it is known which
+    blocks host memory or a cold tier has; None: the leading ones."""
+
+    first: int
+    keys: Sequence[bytes]  # of all blocks up to the last
+    choose: Callable[[NDArray[np.bool_]], BlocksToRead] | None = None
 
 
 class Staged(NamedTuple):
@@ -156,15 +181,11 @@ class Fetch(Reads):
     Landed blocks are not protected: they are ordinary blocks of the host tier."""
 
     def __init__(
-        self,
-        owner: str,
-        first: int,
-        keys: Sequence[bytes],
-        deadline_s: float,
-        asked: Sequence[Part],
-        is_next: bool,
+        self, owner: str, wanted: ToRead, deadline_s: float, asked: Sequence[Part], is_next: bool
     ) -> None:
-        super().__init__(f"fetch of {owner}", first, len(keys), keys, deadline_s)
+        keys = wanted.keys[wanted.first :]
+        super().__init__(f"fetch of {owner}", wanted.first, len(keys), keys, deadline_s)
+        self.wanted = wanted
         self.asked = asked  # questions to cold tiers, until all have answered
         self.is_next = is_next  # its request waits for nothing else
         self.keeps = True  # blocks that are read land in the host tier
@@ -177,6 +198,11 @@ class Fetch(Reads):
     def settled(self) -> bool:
         """No more blocks will arrive."""
         return self.over
+
+    def keep_only(self, first: int, end: int) -> None:
+        """Other blocks are not read. Before any is."""
+        self.keys = self.keys[first - self.first : end - self.first]
+        self.first, self.limit = first, len(self.keys)
 
     def end(self) -> None:
         """Read no further. Reads in flight still land. Idempotent. The next `settle` frees unused slots."""
@@ -345,22 +371,20 @@ class ColdReader:
     def fetch(
         self,
         owner: str,
-        keys: Sequence[bytes],
-        first: int,
+        wanted: ToRead,
         deadline_s: float,
         answered: Sequence[Part] = (),
         is_next: bool = False,
     ) -> Fetch | None:
-        """Read blocks of `keys` from number `first` on from cold tiers into host memory, once all tiers have
-        answered. Only blocks that host memory lacks, that are worth it, and that have room. None if there are
-        none, or if fetches are at their limit and the request is not next. A remote store is asked without
-        waiting."""
+        """Read the `wanted` blocks from cold tiers into host memory, once all tiers have answered. Only those
+        that host memory lacks, that are worth it, and that have room. None if there are none, or if fetches
+        are at their limit and the request is not next. A remote store is asked without waiting."""
         if not self.may_fetch and not is_next:
             return None
-        there = self._host.has_each(keys[first:])
-        missing = [number for number, is_here in enumerate(there, first) if not is_here]
-        asked = self.find(keys, missing, PATIENCE_S, answered)
-        fetch = Fetch(owner, first, keys[first:], deadline_s, asked, is_next)
+        there = self._host.has_each(wanted.keys[wanted.first :])
+        missing = [number for number, is_here in enumerate(there, wanted.first) if not is_here]
+        asked = self.find(wanted.keys, missing, PATIENCE_S, answered)
+        fetch = Fetch(owner, wanted, deadline_s, asked, is_next)
         self._advance(fetch)
         if fetch.over:
             return None
@@ -390,11 +414,12 @@ class ColdReader:
         """Take slots for the leading blocks that are worth reading, as many as are free. Blocks that other
         reads bring are left to them."""
         asked, fetch.asked = fetch.asked, ()
+        compute_from = self._choose(fetch, asked)
         # pinned, so that blocks of a prefix are not evicted for its later blocks
         slots, pin = self._host.pin_each(fetch.keys, fetch.label)
         try:
             runs = tier_runs(np.array(slots, np.int64), asked, fetch.first)
-            found = blocks_by_tier(runs, self._costs.worth(runs, fetch.first))
+            found = blocks_by_tier(runs, self._costs.worth(runs, fetch.first, compute_from))
             wanted = [(block, tier) for block, tier in found if tier != HOST]
             fetch.origins = {fetch.first + block: tier for block, tier in wanted}
             keys, depths = [fetch.keys[block] for block, _ in wanted], list(fetch.origins)
@@ -407,6 +432,18 @@ class ColdReader:
                 pin.end()
         fetch.num_blocks = len(fetch.room.keys)
         self.queue(fetch, [wanted[place] for place in fetch.room.places])
+
+    def _choose(self, fetch: Fetch, asked: Sequence[Part]) -> int | None:
+        """Reduce it to the blocks that are of use. Returns the first block to compute without all of them;
+        None: a part is of use, too."""
+        wanted = fetch.wanted
+        if wanted.choose is None:
+            return None
+        slots = np.where(self._host.has_each(wanted.keys), 0, ABSENT)
+        chosen = wanted.choose(tiers_of(slots, asked, 0) != ABSENT)
+        first = max(fetch.first, chosen.first)
+        fetch.keep_only(first, max(first, chosen.end))
+        return chosen.compute_from
 
     def check(self) -> None:
         """Raises if fetches have reserved more than they may."""

@@ -295,9 +295,10 @@ class Saves:
     ) -> bool:
         """Whether the next `num_blocks` device slots can be drawn without losing a block that only the device
         has. If not, such blocks, and those among `num_more` further slots, are being moved to host memory
-        when this returns; `floor` slots stay available meanwhile. `give_way` evicts host copies of blocks
-        that stay on the device; they are saved again when they leave it. Without a host tier every evicted
-        block is lost anyway."""
+        when this returns; `floor` slots stay available meanwhile. No wanted block is among the further ones,
+        and none that host memory has no room for. `give_way` evicts host copies of blocks that stay on the
+        device; they are saved again when they leave it. Without a host tier every evicted block is lost
+        anyway."""
         if not self._host.num_slots:
             return True
         pool = self._pool
@@ -306,14 +307,17 @@ class Saves:
             return True
         if any(isinstance(save, Save) and save.moves for save in self.mover.flying):
             return False  # the slots that it frees come first
+        num_more = max(0, min(num_more, pool.num_unwanted - pool.num_free - num_evicted))
         alone = self._alone(num_evicted)
+        num_needed = len(alone)
         if alone and num_more:
-            alone = self._alone(min(num_evicted + num_more, pool.num_available - pool.num_free))
+            alone = self._alone(num_evicted + num_more)
         alone = alone[: max(0, pool.num_available - floor)]
         if not alone:
             return True
         if self._postpones:
             give_way(len(alone) - self._host.pool.num_free)
+        alone = alone[: max(num_needed, self._host.pool.num_unwanted)]
         self._save_slots(alone, "room on the device", moves=True)
         return False
 

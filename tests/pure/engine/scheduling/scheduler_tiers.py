@@ -61,7 +61,7 @@ class Tiers:
         self.wired = tiers.Tiers.of(pool, self.host, stores, (loader, saver), LAYOUT, limits)
         self.saves, self.loads, self.writeback = self.wired.saves, self.wired.loads, self.wired.writeback
         judge = self.loads.worth
-        self.loads.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
+        self.loads.worth = lambda *args: judge(*args) if self.worth else 0  # type: ignore[method-assign]
 
     def _cold_tier(self, store: MemoryStore) -> ColdTier:
         arena, lane = self._device.host, self._device.lanes.lane

@@ -15,6 +15,7 @@ from penstock.kv.blocks import key as key_module
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.rules import rule_for
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -34,6 +35,10 @@ class CountingSlots(dict[bytes, int]):
         self.num_lookups += 1
         return super().__contains__(key)
 
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.num_lookups += 1
+        return super().get(key, default)
+
 
 class PassedFence:
     lane, number = "compute", 0
@@ -48,10 +53,12 @@ class PassedFence:
 class Counted:
     """A scheduler over the real books, whose steps are over when the test says so."""
 
-    def __init__(self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0, **limits: Any) -> None:
+    def __init__(
+        self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0, window: int = 0, **limits: Any
+    ) -> None:
         self.pool = BlockPool(num_blocks, "device")
         self.pool.index.slot_of = self.slots = CountingSlots()
-        self.cache = KvCache(self.pool, SCOPE)
+        self.cache = KvCache(self.pool, SCOPE, rule=rule_for((window,), BLOCK))
         self.scheduler = Scheduler(
             self.cache,
             Budget(
@@ -136,3 +143,24 @@ def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() ->
     world.scheduler.cancel(running)
     assert world.num_lookups_of() <= 30, "and whoever is admitted"
     assert world.scheduler.running.requests
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_with_windows_a_plan_looks_up_a_window_and_few_keys_before_it(is_cached: bool) -> None:
+    """Two thousand blocks each, of which twenty are a window."""
+    world = Counted(120, prefill_chunk=100, window=20 * BLOCK, max_batch=1, max_overtaken_s=60.0)
+    if is_cached:
+        first = world.submit(range(8_000), max_tokens=1)
+        while first in world.scheduler.lives:
+            world.commit(world.plan())
+    world.submit([1, 2, 3], max_tokens=350)
+    world.commit(world.plan())
+    for number in range(10):
+        world.submit([*range(8_000), number] if is_cached else range(number, 8_000 + number))
+    for _ in range(40):
+        world.commit(world.plan())
+    assert world.cache.rule.find(world.pool, world.cache.prefix_of(range(8_000)).keys).num_blocks == (
+        2_000 if is_cached else 0
+    )
+    most = max(world.num_lookups_of() for _ in range(40))
+    assert 0 < most <= 4 * 4 * (2 * 20 + 2_000 // 20), "four are looked at, a few times each"

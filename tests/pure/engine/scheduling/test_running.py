@@ -148,6 +148,33 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
     world.close()
 
 
+@pytest.mark.parametrize(("host", "num_moved"), [("empty", 4), ("unwanted", 4), ("wanted", 1)])
+def test_room_for_requests_in_line_is_made_of_unwanted_blocks_that_host_memory_takes(
+    host: str, num_moved: int
+) -> None:
+    """Those behind the next request need more slots than that. `host`: what it has, without a free slot."""
+    world = World(num_slots=12, prefill_chunk=64, cold=Cold(24 if host == "empty" else 4, postpones=True))
+    for prompt in (D, A, B):
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+        if prompt is D:
+            world.cache.reset(["device"])
+    if host == "empty":
+        world.cache.reset(["host"])
+    moves = list[list[int]]()
+    note_moves(world, lambda slots: moves.append([*slots]))
+    of_b = world.cache.prefix_of(B)
+    assert of_b is not None
+    slots_of_b = world.cache.pool.find_each(of_b.keys)
+    again = world.submit([*A, 5, 5], 16, ignore_eos=True)  # needs one slot more than are free
+    for last in range(3):
+        world.submit([*D, 4, last] if host == "wanted" else [2, 2, 4, 4, last], 4, ignore_eos=True)
+    world.finish()
+    assert source_of(world, again).device == 16
+    assert len(moves[0]) == num_moved and set(moves[0]) <= set(slots_of_b)
+    world.close()
+
+
 def watch_moves(world: World) -> None:
     """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody
     is admitted."""

@@ -301,6 +301,7 @@ class Scan:
 
     def __init__(self, segments: Segments, index: SlotIndex) -> None:
         self.done = threading.Event()  # the scan is over
+        self.is_complete = False  # and nothing stopped it
         self._segments = segments
         self._index = index
         self._left = deque(index.take_ready())
@@ -333,6 +334,7 @@ class Scan:
                 thread.join()
             if not self._stop.is_set():
                 self._index.end_scan()
+                self.is_complete = True
                 if self._num_slots:
                     log.info("SSD cache: %d blocks found in %d slots", self._num_found, self._num_slots)
         finally:

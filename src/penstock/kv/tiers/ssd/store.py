@@ -269,6 +269,12 @@ class SsdStore:
         """Whether all blocks of an earlier process can be found by then."""
         return self._now.scan.done.wait(timeout_s)
 
+    @property
+    def scanned(self) -> Directory | None:
+        """The directory in use, once all blocks of an earlier process in it can be found."""
+        now = self._now
+        return now.directory if self._is_open and now.scan.is_complete else None
+
     def find(self, keys: Keys) -> int:
         return self._now.index.find(keys) if self._is_open else 0
 

@@ -18,6 +18,7 @@ import xxhash
 
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import KEY_BYTES
+from penstock.kv.tiers.ssd.directory import Directory
 from penstock.kv.tiers.ssd.store import SsdStore
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,14 @@ class TokenFile:
     def __init__(self, store: SsdStore, token_bytes: int) -> None:
         """`token_bytes`: of one block."""
         self._store = store
-        self._directory = store.directory
         self._size = 2 * KEY_BYTES + token_bytes + _CHECK_BYTES
-        self._num = 0  # records in the file
         self._fd: int | None = None
-        self._path = self._directory.tokens_path(store.space)
+        self._open_in(store.directory)
+
+    def _open_in(self, directory: Directory) -> None:
+        self._directory = directory
+        self._num = 0  # records in the file
+        self._path = directory.tokens_path(self._store.space)
         try:
             self._fd = self._directory.open(self._path, os.O_RDWR | os.O_CREAT)
             self._num = os.fstat(self._fd).st_size // self._size
@@ -52,9 +56,16 @@ class TokenFile:
             self._give_up(error)
 
     @property
-    def is_ready(self) -> bool:
-        """All blocks of an earlier process are known, so that it can be said which of the records count."""
-        return self._store.wait_scanned(0.0)
+    def scanned(self) -> Directory | None:
+        """The store's directory. None while blocks of an earlier process in it are unknown: it cannot be said
+        yet which of the records count."""
+        return self._store.scanned
+
+    def follow(self, directory: Directory) -> None:
+        """Use the file in `directory`: the store may have been opened anew."""
+        if directory is not self._directory:
+            self.close()
+            self._open_in(directory)
 
     def read(self) -> Iterator[TokenRecord]:
         """The intact records, oldest first."""
