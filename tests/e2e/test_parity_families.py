@@ -44,6 +44,9 @@ LONG = [1.0 + 0.7 * i for i in range(8)]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 WINDOW = {"sliding_window": 47}
 SWITCHED = {"use_sliding_window": True, "max_window_layers": 1}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+LOCAL = {"sliding_attention": {**PLAIN, "rope_theta": 300.0}}
+GEMMA: dict[str, Any] = {"model": "Gemma3", "head_dim": 32, "sliding_window": 40, "query_pre_attn_scalar": 24}
 # What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have
 # none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +71,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, **WINDOW}),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "rope_parameters": {**LOCAL, "full_attention": PLAIN}, "num_hidden_layers": 7},
+    ),
+    "gemma3, stretched": (
+        "Gemma3Text",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {**LOCAL, "full_attention": {**PLAIN, "rope_type": "linear", "factor": 8.0}}},
+    ),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
 }
 
@@ -214,7 +226,7 @@ def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_pa
         assert_parity(engine, reference)
 
 
-ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini", "qwen2-moe")
+ADAPTED = ("llama with biases", "gemma3, stretched", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini", "qwen2-moe")
 
 
 @pytest.mark.parametrize("family", ADAPTED)

@@ -73,6 +73,7 @@ from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
+from penstock.models.registry import architecture_of
 from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
@@ -695,6 +696,9 @@ def _why_unpaged(dims: ModelConfig) -> str:
 def _head(config: Config, model: Decoder) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
     kind, path = config.speculation.kind, config.speculation.path
+    name = model.config.architecture
+    if kind in ("mtp", "eagle") and not architecture_of(model.config).takes_heads:
+        raise ConfigError(f"--speculate {kind} is not supported for models of type {name}")
     if kind == "eagle":
         return read_eagle(Path(path or ""), model)
     if kind != "mtp":

@@ -97,9 +97,11 @@ class Architecture:
     fused = False  # whether files have q, k and v in one matrix, and gate and up in another
     norms_heads = False  # whether q and k are normalised per head before they are rotated
     derives_head_dim = True  # whether config.json may leave out the width of heads
+    takes_heads = True  # whether trained heads (`--speculate mtp`, `eagle`) can draft for it
     rotates_partly = False  # whether its heads may turn in part (`partial_rotary_factor`)
     # endings of names: in GGUF files the halves of their heads are interleaved
     interleaved_in_gguf: tuple[str, ...] = ()
+    one_more_in_gguf: tuple[str, ...] = ()  # endings of names: GGUF files have these values plus one
 
     def layer_kind(self, config: ModelConfig, index: int) -> type[DecoderLayer]:
         """The class that computes layer `index`. Its fields are the names of `layer`."""

@@ -53,6 +53,14 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherRope:
+    """The layers whose heads turn by another table than the rest: plain positions, or none."""
+
+    layers: tuple[int, ...]
+    theta: float  # 0: their heads do not turn
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Dimensions of a decoder-only transformer."""
 
@@ -79,6 +87,8 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     routing: Routing | None = None  # None: every layer has one MLP
     recurrence: Recurrence | None = None  # None: every layer attends
+    other_rope: OtherRope | None = None  # None: all layers turn alike
+    score_scale: float = 0.0  # of a query's product with a key; 0: head_dim ** -0.5
 
     def settled(self, max_model_len: int | None) -> ModelConfig:
         """For sequences of at most `max_model_len` tokens. None: the model's default."""
@@ -105,13 +115,25 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return self.score_scale or float(self.head_dim) ** -0.5
+
+    @property
+    def ropes(self) -> tuple[int, ...]:
+        """By layer: its rotary table, a number among those that `rope_table` stacks."""
+        other = () if self.other_rope is None else self.other_rope.layers
+        return tuple(int(layer in other) for layer in range(self.num_layers))
+
+    @property
+    def rope_shape(self) -> tuple[int, int]:
+        """Of all rotary tables, stacked."""
+        return self.max_position * (1 if self.other_rope is None else 2), self.head_dim
 
     @property
     def positions(self) -> str:
         """How positions get into keys: KV under another scheme never matches."""
         plain = f"rope half-rotation theta={self.rope_theta!r}"
         partial = f" of {self.rotary_dim} values" if self.rotary_dim else ""
+        partial += f" other={self.other_rope}" if self.other_rope else ""
         return (
             f"{plain}{partial}"
             if self.rope_scaling is None
@@ -190,6 +212,12 @@ class LayerOps(Protocol):
 
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """As `silu_mul`, with GELU in its approximation by tanh."""
+
+    def gelu_gated(self, x: Tensor, weight: Weight) -> Tensor:
+        """`gelu_mul(linear(x, weight))`."""
 
     def sigmoid(self, x: Tensor) -> Tensor: ...
 

@@ -9,6 +9,7 @@ from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.embedded import NAME
 from penstock.models.fields import Json
+from penstock.models.gemma3 import Gemma3
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA, Llama
 from penstock.models.mistral import Mistral
 from penstock.models.mixtral import Mixtral
@@ -35,6 +36,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen35(),
     Qwen35Moe(),
     Phi3(),
+    Gemma3(),
 )
 
 # Dimensions that users can ask for by name, as messages list them: the one with weights, then by size.
