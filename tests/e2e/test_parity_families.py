@@ -44,6 +44,7 @@ LONG = [1.0 + 0.7 * i for i in range(8)]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 WINDOW = {"sliding_window": 47}
 SWITCHED = {"use_sliding_window": True, "max_window_layers": 1}
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 LOCAL = {"sliding_attention": {**PLAIN, "rope_theta": 300.0}}
 GEMMA: dict[str, Any] = {"model": "Gemma3", "head_dim": 32, "sliding_window": 40, "query_pre_attn_scalar": 24}
@@ -79,6 +80,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": {**LOCAL, "full_attention": {**PLAIN, "rope_type": "linear", "factor": 8.0}}},
+    ),
+    "glm4-moe": ("Glm4Moe", {**GLM, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe with groups": (
+        "Glm4Moe",
+        {**GLM, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8, "norm_topk_prob": False}
+        | {"n_shared_experts": 2, "first_k_dense_replace": 2},
     ),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
 }
@@ -141,6 +148,9 @@ def their_model(
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.mul_(6)
+        for name, buffer in made.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return made.eval()
 
 
@@ -226,7 +236,16 @@ def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_pa
         assert_parity(engine, reference)
 
 
-ADAPTED = ("llama with biases", "gemma3, stretched", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini", "qwen2-moe")
+ADAPTED = (
+    "llama with biases",
+    "gemma3, stretched",
+    "mistral",
+    "qwen2 with windows",
+    "qwen3",
+    "phi3",
+    "phi4-mini",
+    "qwen2-moe",
+)
 
 
 @pytest.mark.parametrize("family", ADAPTED)

@@ -123,7 +123,7 @@ class Architecture:
         rows = {"qkv": config.qkv_width} if self.fused else {"q": q_rows, "k": kv_rows, "v": kv_rows}
         modules = ((f"self_attn.{name}_proj", num) for name, num in rows.items())
         yield from linear("qkv", config.hidden, config.qkv_bias, *modules)
-        if self.norms_heads:
+        if self.norms_heads or config.normed_heads:
             yield from (stack(name, (f"self_attn.{name}.weight", dim)) for name in ("q_norm", "k_norm"))
         yield from linear("out", q_rows, config.out_bias, ("self_attn.o_proj", config.hidden))
 

@@ -85,12 +85,10 @@ class TorchLayerOps:
 
     def _choice(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """Of each token its experts and their weights, the largest first: both [T, top_k]."""
-        router, routing = experts.router, experts.routing
+        router = experts.router
         if not isinstance(router, Matrix):
             router = router.float()
-        shares = self.linear(x.float(), router).softmax(dim=-1)
-        weights, chosen = shares.topk(routing.top_k, dim=-1)
-        return weights / weights.sum(dim=-1, keepdim=True) if routing.normalised else weights, chosen
+        return experts.routing.choose(self.linear(x.float(), router), experts.bias)
 
 
 class SteadyLayerOps(TorchLayerOps):

@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.models.rotary import RopeScaling
 
+LEAST_SUM = 1e-20  # added to a sum of weights before they are divided by it
 Weight = Any  # what `LayerOps.linear` of a device multiplies with: a Tensor, or on the CPU a `forms.Matrix`
 
 
@@ -23,6 +25,35 @@ class Routing:
     normalised: bool  # the weights of a token's experts are divided by their sum
     shared_ffn: int = 0  # width inside the expert that every token runs through; 0: there is none
     dense_layers: tuple[int, ...] = ()  # have one MLP instead
+
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """From the router's logits [T, num_experts], float32: each token's weights and experts, both [T,
+        top_k], the likeliest first. Another rule is a subclass, and a row in `triton_experts.RULES`."""
+        weights, ids = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalised else weights, ids
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRouting(Routing):
+    """Each expert has a sigmoid. A bias, which weighs nothing, is added to choose; experts come only from the
+    groups with the best two."""
+
+    num_groups: int = 1  # of adjacent experts
+    top_groups: int = 1
+    scale: float = 1.0  # of all weights
+
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        shares = logits.sigmoid()
+        wanted = shares if bias is None else shares + bias
+        groups = wanted.unflatten(1, (self.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1).indices
+        is_in = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        wanted = groups.masked_fill(~is_in.unsqueeze(2), float("-inf")).flatten(1)
+        ids = wanted.topk(self.top_k, dim=-1).indices
+        weights = shares.gather(1, ids)
+        if self.normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        return weights * self.scale, ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +114,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    normed_heads: bool = False  # q and k are normalised per head, where only the config says it
     # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
     windows: tuple[int, ...] = ()
     routing: Routing | None = None  # None: every layer has one MLP
@@ -163,6 +195,7 @@ class Experts(NamedTuple):
     down: Any  # [slots, hidden, ffn]
     slots: Tensor  # int32 [num_experts]
     routing: Routing
+    bias: Tensor | None = None  # float32 [num_experts], of rules that have one
 
 
 class PagedKv(Protocol):

@@ -10,6 +10,7 @@ from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.embedded import NAME
 from penstock.models.fields import Json
 from penstock.models.gemma3 import Gemma3
+from penstock.models.glm4_moe import Glm4Moe
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA, Llama
 from penstock.models.mistral import Mistral
 from penstock.models.mixtral import Mixtral
@@ -37,6 +38,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen35Moe(),
     Phi3(),
     Gemma3(),
+    Glm4Moe(),
 )
 
 # Dimensions that users can ask for by name, as messages list them: the one with weights, then by size.

@@ -242,9 +242,7 @@ class TritonLayerOps:
         ffn = len(weight) // 2
         out = x.new_empty(len(x), ffn)
         shape = {"WIDTH": weight.shape[1], "FFN": ffn, "GELU": is_gelu}
-        gated_kernel[(ffn // tile.columns,)](
-            x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile)
-        )
+        gated_kernel[(ffn // tile.columns,)](x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile))
         return out
 
     def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:

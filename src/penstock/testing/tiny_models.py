@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.model import ModelConfig, Routing
+from penstock.models.model import ModelConfig, OtherRope, Routing
 from penstock.models.qwen3 import TINY_QWEN3
 from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.models.qwen3_moe import TINY_QWEN3_MOE
@@ -25,6 +25,7 @@ from penstock.models.weights import INDEX
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "TINY_GEMMA3",
     "TINY_LLAMA",
     "TINY_MIXTRAL",
     "TINY_QWEN2_MOE",
@@ -38,6 +39,15 @@ __all__ = [
 
 TINY_MIXTRAL = dataclasses.replace(
     TINY_LLAMA, architecture="mixtral", routing=Routing(num_experts=4, top_k=2, ffn=128, normalised=True)
+)
+TINY_GEMMA3 = dataclasses.replace(
+    TINY_LLAMA,
+    architecture="gemma3_text",
+    num_layers=7,
+    tied_embeddings=True,
+    windows=(40, 40, 40, 40, 40, 0, 40),
+    other_rope=OtherRope((0, 1, 2, 3, 4, 6), 1000.0),
+    score_scale=0.25,
 )
 TINY_QWEN2_MOE = dataclasses.replace(
     TINY_LLAMA,
@@ -186,6 +196,10 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
         fields |= {"sliding_window": max(config.windows), "use_sliding_window": True, "layer_types": kinds}
     elif config.architecture in ("mistral", "mixtral"):
         fields["sliding_window"] = None
+    if config.architecture == "gemma3_text" and config.other_rope is not None:
+        fields |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+        fields["rope_local_base_freq"] = config.other_rope.theta
+        fields["query_pre_attn_scalar"] = config.scale**-2
     return fields
 
 
