@@ -106,7 +106,14 @@ def test_a_directory_of_ours_computes_the_same_in_transformers(tmp_path: Path) -
 
 def test_transformers_reads_the_same_model_from_the_file(tmp_path: Path) -> None:
     """Their reader knows names and the order of rows by itself."""
-    gemma = dataclasses.replace(TINY_GEMMA3, other_rope=OtherRope((0, 1, 2, 3, 4, 6), 10_000.0))
+    gemma = dataclasses.replace(
+        TINY_GEMMA3,
+        head_dim=256,
+        num_heads=2,
+        num_kv_heads=1,
+        other_rope=OtherRope((0, 1, 2, 3, 4, 6), 10_000.0),
+        score_scale=256**-0.5,
+    )
     for config in (TINY_LLAMA, CONFIGS["qwen2"], PHI3, gemma):
         file = write_tiny_gguf(tmp_path / f"{config.architecture}.gguf", config)
         expected = their_logits(tmp_path, gguf_file=file.name)

@@ -18,11 +18,10 @@ from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.fields import Fields, Json
 from penstock.models.lora import LoraRuns
 from penstock.models.model import LayerOps, ModelConfig, OtherRope, Weight
-from penstock.models.rotary import RopeFactors
+from penstock.models.rotary import GLOBAL, LOCAL, RopeFactors, rope_by_kind
 
 S = TypeVar("S", bound=FileTensor)
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _PATTERN = 6  # of so many layers the last one sees all tokens
 _LOCAL_THETA = 10_000.0
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -142,11 +141,12 @@ class Gemma3(Architecture):
         _refuse_others(fields)
         num_layers = fields.count("num_hidden_layers", most=4096)
         kinds = stated.get("layer_types") or _layer_types(fields, num_layers)
-        whole, theta = _ropes(fields)
+        local_theta = fields.positive("rope_local_base_freq", _LOCAL_THETA)
+        whole, theta = rope_by_kind(fields, fields.positive("rope_theta", 1e6), local_theta)
         rope = {"rope_parameters": whole, "layer_types": kinds}
         plain = {name: value for name, value in fields.raw.items() if name not in _OWN}
         config = super().parse_config({**plain, **rope}, where)
-        local = tuple(layer for layer, kind in enumerate(kinds) if kind == _LOCAL)
+        local = tuple(layer for layer, kind in enumerate(kinds) if kind == LOCAL)
         return dataclasses.replace(
             config,
             # the number that configs state is that of the stretched context
@@ -189,21 +189,4 @@ def _refuse_others(fields: Fields) -> None:
 
 def _layer_types(fields: Fields, num_layers: int) -> list[str]:
     every = fields.count("sliding_window_pattern", fields.raw.get("_sliding_window_pattern") or _PATTERN)
-    return [_GLOBAL if (layer + 1) % every == 0 else _LOCAL for layer in range(num_layers)]
-
-
-def _ropes(fields: Fields) -> tuple[Json, float]:
-    """The positions of layers that see all tokens, as `rope_parameters` of other models; and the base of the
-    others, which are plain."""
-    by_kind = Fields(fields.section("rope_parameters"), fields.where)
-    unknown = [name for name in by_kind.raw if name not in (_LOCAL, _GLOBAL)]
-    fields.need(not unknown, f"rope_parameters with {', '.join(unknown)} is not supported")
-    base, local_base = (
-        fields.positive(name, usual)
-        for name, usual in (("rope_theta", 1e6), ("rope_local_base_freq", _LOCAL_THETA))
-    )
-    whole = {"rope_theta": base, **by_kind.section(_GLOBAL), **fields.section("rope_scaling")}
-    local = Fields(by_kind.section(_LOCAL), fields.where)
-    kind = local.raw.get("rope_type", "default")
-    fields.need(kind == "default", f"rope scaling of type {kind!r} in layers with a window is not supported")
-    return whole, local.positive("rope_theta", local_base)
+    return [GLOBAL if (layer + 1) % every == 0 else LOCAL for layer in range(num_layers)]

@@ -92,6 +92,15 @@ class OtherRope:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Numbers by which a model scales what flows through it."""
+
+    embedding: float
+    residual: float  # of what attention and MLP return
+    logits: float  # they are divided by it
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Dimensions of a decoder-only transformer."""
 
@@ -120,6 +129,7 @@ class ModelConfig:
     routing: Routing | None = None  # None: every layer has one MLP
     recurrence: Recurrence | None = None  # None: every layer attends
     other_rope: OtherRope | None = None  # None: all layers turn alike
+    multipliers: Multipliers | None = None
     score_scale: float = 0.0  # of a query's product with a key; 0: head_dim ** -0.5
 
     def settled(self, max_model_len: int | None) -> ModelConfig:

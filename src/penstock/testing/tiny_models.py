@@ -199,7 +199,7 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
     if config.architecture == "gemma3_text" and config.other_rope is not None:
         fields |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
         fields["rope_local_base_freq"] = config.other_rope.theta
-        fields["query_pre_attn_scalar"] = config.scale**-2
+        fields["query_pre_attn_scalar"] = round(config.scale**-2)
     return fields
 
 
