@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder
-from penstock.models.model import ModelConfig, OtherRope
+from penstock.models.model import ModelConfig, Multipliers, OtherRope
 from penstock.models.rotary import RopeScaling
 from penstock.testing.tiny_models import (
     TINY_GEMMA3,
@@ -55,6 +55,12 @@ CONFIGS = {
     "a part of each head": dataclasses.replace(PHI3, rotary_dim=12),
     "gemma3": TINY_GEMMA3,
     "gemma3, stretched": dataclasses.replace(TINY_GEMMA3, rope_scaling=RopeScaling("linear", 8.0)),
+    "smollm3": dataclasses.replace(
+        TINY_LLAMA, architecture="smollm3", num_layers=5, other_rope=OtherRope((3,), 0.0)
+    ),
+    "granite": dataclasses.replace(
+        TINY_LLAMA, architecture="granite", score_scale=0.5, multipliers=Multipliers(3.0, 0.5, 2.0)
+    ),
     "mixtral": TINY_MIXTRAL,
     "qwen2-moe": dataclasses.replace(
         TINY_QWEN2_MOE, routing=dataclasses.replace(TINY_QWEN2_MOE.routing, dense_layers=())
@@ -98,7 +104,18 @@ def their_logits(folder: Path, **how: Any) -> torch.Tensor:
 def test_a_directory_of_ours_computes_the_same_in_transformers(tmp_path: Path) -> None:
     """So that the test above compares with what is right."""
     plain = {"tiny llama": TINY_LLAMA, "tiny qwen3": TINY_QWEN3}
-    for name in (*plain, "llama3", "qwen2", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "gemma3"):
+    for name in (
+        *plain,
+        "llama3",
+        "qwen2",
+        "phi3",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "gemma3",
+        "smollm3",
+        "granite",
+    ):
         directory = write_tiny_model(tmp_path / name, {**plain, **CONFIGS}[name])
         found = our_logits(load(directory))
         torch.testing.assert_close(found, their_logits(directory), rtol=1e-4, atol=1e-4)

@@ -260,7 +260,10 @@ def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_pa
 ADAPTED = (
     "llama with biases",
     "gemma3, stretched",
+    "glm4-moe",
+    "granite",
     "mistral",
+    "olmo2",
     "qwen2 with windows",
     "qwen3",
     "phi3",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.rotary import RopeScaling
@@ -43,7 +44,9 @@ class GroupedRouting(Routing):
     scale: float = 1.0  # of all weights
 
     def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        shares = logits.sigmoid()
+        # As a choice between each and 0, computed row by row: the bits of `Tensor.sigmoid` depend on the
+        # rows beside it.
+        shares = F.pad(logits.unsqueeze(-1), (0, 1)).softmax(dim=-1)[..., 0]
         wanted = shares if bias is None else shares + bias
         groups = wanted.unflatten(1, (self.num_groups, -1))
         best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1).indices

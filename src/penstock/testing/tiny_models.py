@@ -196,6 +196,12 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
         fields |= {"sliding_window": max(config.windows), "use_sliding_window": True, "layer_types": kinds}
     elif config.architecture in ("mistral", "mixtral"):
         fields["sliding_window"] = None
+    if config.architecture == "smollm3":
+        still = () if config.other_rope is None else config.other_rope.layers
+        fields["no_rope_layers"] = [int(layer not in still) for layer in range(config.num_layers)]
+    if (scales := config.multipliers) is not None:
+        fields |= {"embedding_multiplier": scales.embedding, "residual_multiplier": scales.residual}
+        fields |= {"logits_scaling": scales.logits, "attention_multiplier": config.scale}
     if config.architecture == "gemma3_text" and config.other_rope is not None:
         fields |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
         fields["rope_local_base_freq"] = config.other_rope.theta
