@@ -1,5 +1,5 @@
-"""Files and configs of Gemma 3, GLM-4.5, SmolLM3, OLMo 3 and Granite as they are published: parts that are not
-read, numbers that they leave out, what is refused."""
+"""Files and configs of Gemma 3, GLM-4.5, SmolLM3, OLMo 3 and Granite as they are published: parts that are
+not read, numbers that they leave out, what is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,20 @@ from penstock.engine.build import build
 from penstock.errors import ConfigError, ModelError
 from penstock.models.model import GroupedRouting, ModelConfig, OtherRope
 from penstock.models.registry import parse_config
-from penstock.testing.tiny_models import TINY_GEMMA3, config_json, write_tiny_model
-from tests.e2e.test_parity_families import FAMILIES, IDS, TOLERANCE, their_logprobs, their_model
+from penstock.testing.tiny_models import TINY_GEMMA3, config_json, tiny_tokenizer, write_tiny_model
+from tests.e2e.test_parity_families import (
+    DECODED,
+    FAMILIES,
+    IDS,
+    PROMPT,
+    TOLERANCE,
+    largest_error,
+    their_logprobs,
+    their_model,
+)
+from tests.e2e.test_parity_hybrid import served
 from tests.support.contiguous_kv import logits_of
+from tests.support.driving import run_all, submit
 from tests.support.loading import load_on_cpu
 
 SIZES = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 96, "rms_norm_eps": 1e-6}
@@ -44,8 +55,6 @@ def error_of(reference: Any, directory: Path) -> float:
 
 
 def with_tokenizer(directory: Path) -> Path:
-    from penstock.testing.tiny_models import tiny_tokenizer
-
     tiny_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
 
@@ -113,6 +122,17 @@ def test_what_other_configs_leave_out_is_what_transformers_takes() -> None:
     assert olmo.windows == () and olmo.rope_theta == 500_000.0  # 4096 is more than there are positions
     assert parsed("Olmo3", sliding_window=64).windows == (64, 64, 64, 0) * 2
     assert parsed("Granite").scale == 1.0
+
+
+@pytest.mark.parametrize("chunk", [3, 17, 64])
+@pytest.mark.parametrize("name", ["gemma3, stretched", "olmo3, stretched"])
+def test_a_prompt_in_any_chunks_gives_the_same(name: str, chunk: int, tmp_path: Path) -> None:
+    reference, _ = saved(name, with_tokenizer(tmp_path))
+    with served(tmp_path, chunk) as engine:
+        found = submit(engine, IDS[:PROMPT], max_tokens=DECODED, logprobs=0, prompt_logprobs=0)
+        run_all(engine)
+    expected = their_logprobs(reference, IDS[:PROMPT] + found.tokens)
+    assert largest_error(expected, IDS[:PROMPT], found) < TOLERANCE
 
 
 GLM = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 3}
