@@ -13,15 +13,17 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder
-from penstock.models.model import ModelConfig, Multipliers, OtherRope
+from penstock.models.model import ModelConfig, OtherRope
 from penstock.models.rotary import RopeScaling
 from penstock.testing.tiny_models import (
     TINY_GEMMA3,
+    TINY_GRANITE,
     TINY_LLAMA,
     TINY_MIXTRAL,
     TINY_QWEN2_MOE,
     TINY_QWEN3,
     TINY_QWEN3_MOE,
+    TINY_SMOLLM3,
     write_tiny_model,
 )
 from tests.support.contiguous_kv import logits_of
@@ -55,12 +57,8 @@ CONFIGS = {
     "a part of each head": dataclasses.replace(PHI3, rotary_dim=12),
     "gemma3": TINY_GEMMA3,
     "gemma3, stretched": dataclasses.replace(TINY_GEMMA3, rope_scaling=RopeScaling("linear", 8.0)),
-    "smollm3": dataclasses.replace(
-        TINY_LLAMA, architecture="smollm3", num_layers=5, other_rope=OtherRope((3,), 0.0)
-    ),
-    "granite": dataclasses.replace(
-        TINY_LLAMA, architecture="granite", score_scale=0.5, multipliers=Multipliers(3.0, 0.5, 2.0)
-    ),
+    "smollm3": TINY_SMOLLM3,
+    "granite": TINY_GRANITE,
     "mixtral": TINY_MIXTRAL,
     "qwen2-moe": dataclasses.replace(
         TINY_QWEN2_MOE, routing=dataclasses.replace(TINY_QWEN2_MOE.routing, dense_layers=())

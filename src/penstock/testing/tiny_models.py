@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.model import ModelConfig, OtherRope, Routing
+from penstock.models.model import GroupedRouting, ModelConfig, Multipliers, OtherRope, Routing
 from penstock.models.qwen3 import TINY_QWEN3
 from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.models.qwen3_moe import TINY_QWEN3_MOE
@@ -26,12 +26,16 @@ from penstock.models.weights import INDEX
 __all__ = [
     "CHAT_TEMPLATE",
     "TINY_GEMMA3",
+    "TINY_GLM4_MOE",
+    "TINY_GRANITE",
     "TINY_LLAMA",
     "TINY_MIXTRAL",
+    "TINY_OLMO2",
     "TINY_QWEN2_MOE",
     "TINY_QWEN3",
     "TINY_QWEN3_5",
     "TINY_QWEN3_MOE",
+    "TINY_SMOLLM3",
     "tiny_tensors",
     "tiny_tokenizer",
     "write_tiny_model",
@@ -48,6 +52,22 @@ TINY_GEMMA3 = dataclasses.replace(
     windows=(40, 40, 40, 40, 40, 0, 40),
     other_rope=OtherRope((0, 1, 2, 3, 4, 6), 1000.0),
     score_scale=0.25,
+)
+TINY_GLM4_MOE = dataclasses.replace(
+    TINY_LLAMA,
+    architecture="glm4_moe",
+    num_layers=3,
+    qkv_bias=True,
+    normed_heads=True,
+    rotary_dim=8,
+    routing=GroupedRouting(8, 2, 32, True, 64, (0,), num_groups=4, top_groups=2, scale=1.5),
+)
+TINY_SMOLLM3 = dataclasses.replace(
+    TINY_LLAMA, architecture="smollm3", num_layers=5, other_rope=OtherRope((3,), 0.0)
+)
+TINY_OLMO2 = dataclasses.replace(TINY_LLAMA, architecture="olmo2")
+TINY_GRANITE = dataclasses.replace(
+    TINY_LLAMA, architecture="granite", score_scale=0.5, multipliers=Multipliers(3.0, 0.5, 2.0)
 )
 TINY_QWEN2_MOE = dataclasses.replace(
     TINY_LLAMA,
@@ -212,6 +232,20 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
 def _routing_fields(config: ModelConfig) -> dict[str, Any]:
     routing = config.routing
     assert routing is not None
+    if isinstance(routing, GroupedRouting):
+        return {
+            "n_routed_experts": routing.num_experts,
+            "num_experts_per_tok": routing.top_k,
+            "moe_intermediate_size": routing.ffn,
+            "norm_topk_prob": routing.normalised,
+            "n_shared_experts": routing.shared_ffn // routing.ffn,
+            "first_k_dense_replace": len(routing.dense_layers),
+            "n_group": routing.num_groups,
+            "topk_group": routing.top_groups,
+            "routed_scaling_factor": routing.scale,
+            "use_qk_norm": config.normed_heads,
+            "attention_bias": config.qkv_bias,
+        }
     if config.architecture == "mixtral":
         return {"num_local_experts": routing.num_experts, "num_experts_per_tok": routing.top_k}
     return {
