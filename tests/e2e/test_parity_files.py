@@ -3,6 +3,7 @@ not read, numbers that they leave out, what is refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -12,12 +13,30 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.config import Config, KvConfig, ModelSource, SpeculationConfig
+from penstock.config import (
+    GIB,
+    Config,
+    EngineConfig,
+    KvConfig,
+    ModelSource,
+    OffloadConfig,
+    SpeculationConfig,
+)
 from penstock.engine.build import build
 from penstock.errors import ConfigError, ModelError
 from penstock.models.model import GroupedRouting, ModelConfig, OtherRope
 from penstock.models.registry import parse_config
-from penstock.testing.tiny_models import TINY_GEMMA3, config_json, tiny_tokenizer, write_tiny_model
+from penstock.testing.sanitized import build_sanitized, check_silent
+from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_GLM4_MOE,
+    TINY_GRANITE,
+    TINY_OLMO2,
+    TINY_SMOLLM3,
+    config_json,
+    tiny_tokenizer,
+    write_tiny_model,
+)
 from tests.e2e.test_parity_families import (
     DECODED,
     FAMILIES,
@@ -178,3 +197,48 @@ def test_another_rope_or_scale_is_another_identity(tmp_path: Path) -> None:
         model = load_on_cpu(folder).model
         scopes.add((model.digest, model.config.positions))
     assert len({digest for digest, _ in scopes}) == 4 and len({positions for _, positions in scopes}) == 2
+
+
+def answer_of(directory: Path, **settings: Any) -> tuple[list[int], list[Any]]:
+    """A prompt of 300 tokens and 12 more."""
+    config = Config(
+        ModelSource(str(directory), device="cpu", dtype="float32"),
+        engine=EngineConfig(512, prefill_chunk=64),
+        **{
+            "kv": KvConfig(device_blocks=64),
+            "offload": OffloadConfig(host_gib=(1 << 26) / GIB, load_always=True),
+            **settings,
+        },
+    )
+    engine, sanitizer = build_sanitized(config)
+    found = submit(engine, IDS + IDS[:20], max_tokens=12, logprobs=0, ignore_eos=True)
+    run_all(engine)
+    stats = engine.stats()
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+    assert found.error is None
+    return found.tokens, [entry.logprob for entry in found.logprobs] + [sum(stats.drafted)]
+
+
+@pytest.mark.parametrize("model", [TINY_GLM4_MOE, TINY_GRANITE, TINY_OLMO2, TINY_SMOLLM3])
+def test_a_context_larger_than_its_room_gives_what_the_full_cache_gives(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    directory = write_tiny_model(tmp_path, model)
+    tokens, full = answer_of(directory)
+    in_part, found = answer_of(directory, kv=KvConfig(device_blocks=64, resident_tokens=192))
+    assert in_part == tokens and found == pytest.approx(full, abs=1e-4)
+
+
+def test_drafts_change_no_token_of_a_model_with_two_rotary_tables(tmp_path: Path) -> None:
+    """By a draft model of the same kind, with layers of its own behind the target's."""
+    target = write_tiny_model(tmp_path / "target", TINY_GEMMA3)
+    small = dataclasses.replace(
+        TINY_GEMMA3, num_layers=2, windows=(40, 0), other_rope=OtherRope((0,), 1000.0)
+    )
+    draft = write_tiny_model(tmp_path / "draft", small)
+    tokens, _ = answer_of(target)
+    for proposer in ("ngram", f"draft:{draft}", f"draft:{target}"):
+        found, figures = answer_of(target, speculation=SpeculationConfig(proposer))
+        assert found == tokens
+    assert figures[-1] > 0
