@@ -89,8 +89,6 @@ class Deep(Placement):
     """The placement of one request. With `residency` it is scored: it decodes over a chosen part of
     its context."""
 
-    may_draft = False
-
     def __init__(self, contexts: DeepContexts, request: Request, num_host_blocks: int) -> None:
         super().__init__(contexts.ledger)
         self._contexts = contexts
@@ -307,6 +305,9 @@ class Deep(Placement):
             promises.num -= size
             resident.coming(part, one)
         self._contexts.counts.parts_fetched += len(coming)
+
+    def most_drafts(self, running: RunningRequest) -> int:
+        return 0
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
         table = running.table
