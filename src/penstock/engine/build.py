@@ -74,6 +74,7 @@ from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
+from penstock.models.registry import architecture_of
 from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
@@ -82,6 +83,7 @@ from penstock.speculation.eagle import read_eagle, read_eagle_config
 from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
+from penstock.speculation.shipped import shipped_head
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
 
@@ -274,7 +276,7 @@ def _models(setup: _Setup) -> _Models:
     _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
     config = setup.config = for_recurrent(config, loaded.model.config)
-    proposer = _head(config, loaded.model) or _draft(setup, loaded)
+    proposer = _head(config, loaded) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
     group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
@@ -714,13 +716,15 @@ def _why_unpaged(dims: ModelConfig) -> str:
     return f"a model with {kind} is not paged out" if kind else ""
 
 
-def _head(config: Config, model: Decoder) -> DraftHead | None:
+def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
-    kind, path = config.speculation.kind, config.speculation.path
+    kind, path, model = config.speculation.kind, config.speculation.path, loaded.model
     if kind == "eagle":
         return read_eagle(Path(path or ""), model)
     if kind != "mtp":
         return None
+    if architecture_of(model.config).ships_heads:
+        return shipped_head(loaded, path)
     return installed_head(model) if path is None else read_head(Path(path), model)
 
 

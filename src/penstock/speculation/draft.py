@@ -68,8 +68,8 @@ def check_draft(
         )
     if draft.config.recurrence is not None:
         raise ConfigError(
-            "--speculate draft: a draft model with recurrent layers is not supported; its states would have to "
-            "go back"
+            "--speculate draft: a draft model with recurrent layers is not supported: its states would have "
+            "to go back"
         )
     if draft.config.max_position < max_model_len:
         size = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from tests.cpu.engine.test_draft_engine import drafted
 from tests.cpu.engine.test_kept_states import all_at_rest, assert_right, expected
 from tests.cpu.engine.test_speculation import PLANS, SAMPLED, answered, scripted
 from tests.support.driving import assert_same, generate, run_all, settle_all, submit, tiny_config
+from tests.support.eagle import eagle_config, eagle_tensors, write_eagle
 from tests.support.forced import forced
 
 MakeEngine = Callable[..., Engine]
@@ -265,20 +268,29 @@ def test_states_that_are_kept_before_they_are_settled_are_noticed(
 # -------------------------------------------------------------------------------------------------- proposers
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("proposer", ["ngram", "draft:tiny-llama"])
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "draft:tiny-llama", "eagle"])
 def test_a_proposer_changes_no_answer_of_a_hybrid_model(
-    proposer: str, options: dict[str, Any], make_engine: MakeEngine, prompts: Prompts
+    proposer: str, make_engine: MakeEngine, prompts: Prompts, device: str, tmp_path: Path
 ) -> None:
+    if proposer == "eagle":
+        dims = BUILT_IN[MODEL]
+        proposer = f"eagle:{write_eagle(tmp_path, eagle_tensors(dims), eagle_config(dims, (1, 2, 3)))}"
     plain, (engine, sanitizer) = (
         make_engine(),
         build_sanitized(
-            dataclasses.replace(tiny_config(MODEL, host_blocks=64), speculation=SpeculationConfig(proposer))
+            dataclasses.replace(
+                tiny_config(MODEL, device=device, host_blocks=64), speculation=SpeculationConfig(proposer)
+            )
         ),
     )
     forced(engine)
     num = 0
-    for length in (1, 40):
+    for length, options in itertools.product((1, 40), ({}, SAMPLED)):
         prompt = prompts(length, seed=length)
         prompt = prompt * 2 if proposer == "ngram" else prompt
         for _ in range(2):  # its prefix comes back
