@@ -1,4 +1,4 @@
-"""The draft head of a checkpoint once more on CUDA: drafts of several passes are chained inside one replay."""
+"""The draft head of a checkpoint once more on CUDA: drafts of several passes are in one replay."""
 
 from __future__ import annotations
 

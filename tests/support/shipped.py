@@ -145,6 +145,7 @@ def normed_states(model: Decoder, tokens: Sequence[int]) -> Tensor:
     hidden, residual = model.embed(torch.tensor(tokens, dtype=torch.int32)), None
     for index in range(model.config.num_layers):
         hidden, residual = model.layer(index, hidden, residual, kv)
+    assert residual is not None
     total = hidden + residual
     scaled = total * (total.square().mean(dim=-1, keepdim=True) + model.config.norm_eps).rsqrt()
     return scaled * model.norm

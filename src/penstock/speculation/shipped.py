@@ -47,7 +47,8 @@ class ShippedHead(DraftHead):
     ) -> None:
         inner = dict(weights)
         # files have the difference of a norm from one; the architecture adds it to its own
-        self._fc, *self._norms = inner.pop("fc"), *(inner.pop(name).add_(1.0) for name in _JOINED)
+        self._fc: Weight = inner.pop("fc")
+        self._norms: list[Tensor] = [inner.pop(name).add_(1.0) for name in _JOINED]
         inner |= {"embed": target.embedding, "head": target.output}
         block = architecture_of(dims).model(dims, inner, target.ops, b"")
         super().__init__(block, (target.config.num_layers,), None, digest)

@@ -558,10 +558,11 @@ def _pack_drafted(chunks: Sequence[Chunk], is_bucket: bool, packed: Packed, num_
 def _pack_paged(chunks: Sequence[Chunk], rows: _Rows, parts: _Parts, table_at: int) -> tuple[PagedChunk, ...]:
     """Chunks with paged-out blocks; their host slots follow all tables."""
     paged = []
-    for number, chunk in zip(rows.firsts.tolist(), chunks, strict=True):
+    ends = [*rows.firsts[1:].tolist(), len(rows.lens)]
+    for first, end, chunk in zip(rows.firsts.tolist(), ends, chunks, strict=True):
         if chunk.paged is not None and len(chunk.paged):
             parts.tables[table_at : table_at + len(chunk.paged)] = chunk.paged
-            tokens = int(parts.q_starts[number]), int(parts.q_starts[number + 1])
+            tokens = int(parts.q_starts[first]), int(parts.q_starts[end])
             paged.append(PagedChunk(tokens, chunk.paged, table_at))
             table_at += len(chunk.paged)
     return tuple(paged)

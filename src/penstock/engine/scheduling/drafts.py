@@ -82,18 +82,20 @@ class Drafting:
 
     def _most_verified(self, running: RunningRequest) -> int:
         """How many drafts fit into its promised blocks, or into its table if promises exceed memory. A
-        request that is paged out or has a grammar decodes one token at a time."""
+        request with a grammar decodes one token at a time."""
         life, sampling = running.life, running.request.sampling
         if life.state is not State.RUNNING or running.num_left != 1:
             return 0
         if running.num_planned < running.num_cached:
             return 0
         most = min(sampling.max_tokens - (life.num_expected - life.num_prompt) - 1, running.num_unmasked)
+        most = min(most, life.placement.most_drafts(running))
+        if life.placement.fixed_blocks is not None:
+            return most  # it makes room for them, if it can, when the step is planned
         num_blocks = running.table.num_slots
         if self._may_draw:
             num_blocks += life.placement.may_draw(running)
-        most = min(most, num_blocks * self._block_tokens - running.num_planned - 1)
-        return min(most, life.placement.most_drafts(running))
+        return min(most, num_blocks * self._block_tokens - running.num_planned - 1)
 
     def draw_room(self, running: RunningRequest, num_tokens: int, num_ahead: int) -> int:
         """How many of the `num_ahead` drafts made after its next `num_tokens` get slots, within its promise.

@@ -167,7 +167,8 @@ class Placement:
         return False
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
-        """Where tokens `start` to `end` and `room` more are, and the context of these tokens."""
+        """Where tokens `start` to `end` and `room` more are, and the context of these tokens. The real start
+        may be as many tokens earlier as drafts of it are not verified yet (`num_drafted`)."""
         return Placed(running.table.slots(end + room))
 
     def take_scores(self, given: PartScores) -> None:
