@@ -78,24 +78,27 @@ class BoundStates:
         inputs, dims = self._inputs, self._slots.dims
         num, rows = inputs.num_decodes, inputs.rows.long()
         qkv, found = qkv.float(), qkv.new_zeros(len(qkv), dims.num_value_heads, dims.value_dim).float()
-        parts = [(slice(0, num), rows[:num], 1)] if num else []
+        if num:
+            found[:num] = self._decoded(qkv[:num], conv, decay[:num], beta[:num])
         at = num
         for chunk, (_, length) in enumerate(inputs.spans, start=num):
-            parts.append((slice(at, at + length), rows[chunk : chunk + 1], length))
-            at += length
-        for own, of_rows, length in parts:
-            shaped = (part[own].unflatten(0, (-1, length)) for part in (qkv, decay, beta))
-            found[own] = self._run(of_rows, length, conv, *shaped).flatten(0, 1)
+            own, at = slice(at, at + length), at + length
+            found[own] = self._run(rows[chunk : chunk + 1], length, conv, qkv[own], decay[own], beta[own])
         return found
+
+    def _decoded(self, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """The rows of one token each."""
+        return self._run(self._inputs.rows[: len(qkv)].long(), 1, conv, qkv, decay, beta)
 
     def _run(
         self, rows: Tensor, length: int, conv: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
-        """[N, length, ...] of the requests in `rows` -> [N, length, value heads, value_dim]."""
+        """[N * length, ...] of the requests in `rows` -> [N * length, value heads, value_dim]."""
+        qkv, decay, beta = (part.unflatten(0, (-1, length)) for part in (qkv, decay, beta))
         windows, matrices = (tensor[:, self._number] for tensor in self._slots.tensors)
         mixed, window = convolved(qkv, windows.index_select(0, rows), conv)
         windows.index_copy_(0, rows, window)
         heads = heads_of(mixed, decay, beta, self._slots.dims)
         out, state = (one_step if length == 1 else many_steps)(heads, matrices.index_select(0, rows))
         matrices.index_copy_(0, rows, state)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).flatten(0, 1)

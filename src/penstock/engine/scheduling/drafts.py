@@ -82,13 +82,16 @@ class Drafting:
 
     def _most_verified(self, running: RunningRequest) -> int:
         """How many drafts fit into its promised blocks, or into its table if promises exceed memory. A
-        request that is paged out or has a grammar decodes one token at a time."""
+        request with a grammar decodes one token at a time."""
         life, sampling = running.life, running.request.sampling
-        if life.state is not State.RUNNING or running.num_left != 1 or not life.placement.may_draft:
+        if life.state is not State.RUNNING or running.num_left != 1:
             return 0
         if running.num_planned < running.num_cached:
             return 0
         most = min(sampling.max_tokens - (life.num_expected - life.num_prompt) - 1, running.num_unmasked)
+        most = min(most, life.placement.most_drafts(running))
+        if life.placement.fixed_blocks is not None:
+            return most  # it makes room for them, if it can, when the step is planned
         num_blocks = running.table.num_slots
         if self._may_draw:
             num_blocks += life.placement.may_draw(running)
@@ -101,7 +104,7 @@ class Drafting:
         end = running.num_planned + num_tokens
         capacity = (table.num_slots + life.placement.may_draw(running)) * size
         most = min(num_ahead, life.lifetime_tokens - end, capacity - end, running.num_unmasked)
-        if most <= 0 or end < life.num_expected or not life.placement.may_draft:
+        if most <= 0 or end < life.num_expected or not life.placement.most_drafts(running):
             return 0
         wanted = blocks_for(end + most, size) - table.num_slots
         if wanted > 0 and not (self._may_draw and self._running.try_draw(running, wanted)):
