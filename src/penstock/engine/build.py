@@ -61,8 +61,7 @@ from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
-from penstock.kv.states import KeptStates
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
@@ -276,11 +275,20 @@ def _models(setup: _Setup) -> _Models:
     proposer = _head(config, loaded.model) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
+    group = KvGroup(
+        layout, _windows(loaded.model.config, own_dims), _state_layout(config, loaded.model.config)
+    )
     models = _Models(loaded, proposer, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
+
+
+def _state_layout(config: Config, dims: ModelConfig) -> StateLayout | None:
+    """Of states that are kept. None: there are none, or no host memory for them."""
+    if (recurrence := dims.recurrence) is None or not config.offload.enabled:
+        return None
+    return StateLayout(len(recurrence.layers), recurrence.num_bytes, recurrence.fingerprint())
 
 
 def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
@@ -360,7 +368,7 @@ def _executor(
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
+    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.states)
     forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
@@ -386,7 +394,7 @@ def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampl
 
 
 def _state_slots(
-    dims: Recurrence | None, num_rows: int, device: torch.device, kept: KeptStates | None
+    dims: Recurrence | None, num_rows: int, device: torch.device, kept: HostArena | None
 ) -> tuple[StateSlots | None, StateSlots | None]:
     """Of the rows and a row of padding, and of kept states. None: there are none."""
     if dims is None:
@@ -397,11 +405,9 @@ def _state_slots(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
-    rows = StateSlots(STATES, dims, num_rows + 1, device)
-    if kept is None:
-        return rows, None
-    pool, pinned = kept.pool, device.type == "cuda"
-    return rows, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned)
+    memory = torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device)
+    rows = StateSlots(STATES, dims, memory)
+    return rows, None if kept is None else StateSlots(kept.name, dims, kept.tensor)
 
 
 def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:

@@ -12,7 +12,6 @@ from penstock.config import (
     KvConfig,
     LoraConfig,
     ModelSource,
-    OffloadConfig,
     Settings,
     SpeculationConfig,
     settings_of,
@@ -26,7 +25,6 @@ log = logging.getLogger(__name__)
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer", "events"),
-    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
     LoraConfig: ("adapters", "dir"),
     SpeculationConfig: ("proposer",),
 }
@@ -42,7 +40,7 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
             if given:
                 raise ConfigError(f"{flag} {given:g}: this model has no recurrent layers")
         return config
-    for part in (config.source, config.kv, config.offload, config.lora, config.speculation):
+    for part in (config.source, config.kv, config.lora, config.speculation):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 flag = "--kv-events" if one.field == "events" else one.flag

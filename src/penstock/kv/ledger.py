@@ -144,7 +144,14 @@ class Ledger:
             lease.grow()
             found = rule.with_lease(found, pool, keys, lease, self.loads)
         num_taken = rule.num_taken(pool, found.slots)
-        return Match(found.num_blocks, num_taken, pending, found.num_colder, num_gone=found.first)
+        return Match(
+            found.num_blocks,
+            num_taken,
+            pending,
+            found.num_colder,
+            num_gone=found.first,
+            num_known=found.num_known,
+        )
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Cheap also for a long prefix that was asked for before."""

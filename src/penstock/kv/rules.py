@@ -41,6 +41,7 @@ class Usable(NamedTuple):
     slots: Run
     num_blocks: int
     num_colder: int = 0  # blocks after these, which colder tiers have
+    num_known: int = 0  # leading blocks that are cached, whether all of them are of use or not
 
     @property
     def first(self) -> int:
@@ -155,6 +156,11 @@ class WithStates(WholePrefix):
         num_colder = min(longer.num_colder, num_whole - longer.num_blocks)
         return self._cut(longer._replace(num_colder=num_colder), keys)
 
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
+        """Blocks behind the last boundary that has a state are of no use."""
+        keys = keys[: self.states.last_before(keys, len(keys))]
+        return ToRead(len(pool.find(keys)), keys)
+
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         """Blocks alone are of no use, so nothing is gained by waiting for them."""
         return self.states.is_expected(keys, num_found)
@@ -165,7 +171,7 @@ class WithStates(WholePrefix):
     def _cut(self, found: Usable, keys: Sequence[bytes]) -> Usable:
         end = self.states.last_before(keys, found.num_blocks + found.num_colder)
         num = min(end, found.num_blocks)
-        return Usable(found.slots[:num], num, end - num)
+        return Usable(found.slots[:num], num, end - num, found.num_blocks + found.num_colder)
 
 
 class LastWindow:

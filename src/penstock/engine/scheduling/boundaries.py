@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.contract import Fence, KvLedger, Match, SlotHandle, StateLedger, StateMove, Table
+from penstock.contract import (
+    Fence,
+    KvLedger,
+    Match,
+    Prefetch,
+    SlotHandle,
+    StateLedger,
+    StateMove,
+    Table,
+)
 from penstock.engine.scheduling.placement import Placed, Placement
 from penstock.engine.scheduling.stages import Life, RunningRequest, WaitingRequest
 from penstock.engine.scheduling.steps import NextStep
@@ -48,6 +57,24 @@ class AtBoundaries(Placement):
     def usable_keys(self, waiting: WaitingRequest) -> Sequence[bytes]:
         """Not of a block with its last token: that one is computed, and a state behind it has it already."""
         return super().usable_keys(waiting)[: (waiting.num_tokens - 1) // self._ledger.block_tokens]
+
+    def is_ready(self, waiting: WaitingRequest) -> bool:
+        if waiting.search is None:
+            waiting.search = self._states.search(self.usable_keys(waiting))
+        return super().is_ready(waiting) and (waiting.search is None or waiting.search.ready)
+
+    def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
+        """Its blocks are read or loaded meanwhile, or when it has a table."""
+        num = match.num_blocks + match.num_colder
+        key = self.usable_keys(waiting)[num - 1] if num else None
+        return waiting.search is not None and waiting.search.reads_first(key, match.num_known)
+
+    def prefetch(self, waiting: WaitingRequest, is_next: bool) -> Prefetch | None:
+        """As far as there is a state, once that is known."""
+        if waiting.search is not None and not waiting.search.ready:
+            waiting.may_prefetch = True
+            return None
+        return super().prefetch(waiting, is_next)
 
     def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
         life, keys, kept = waiting.life, self.usable_keys(waiting), _Kept()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract import Fence
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
@@ -375,9 +376,15 @@ class HostTier:
                 first.reservation = taken.reservation.split(num)
             return first
 
-    def land(self, taken: Taken, places: Sequence[int] | None = None, pinned_by: str = "") -> Pin | None:
+    def land(
+        self,
+        taken: Taken,
+        places: Sequence[int] | None = None,
+        pinned_by: str = "",
+        fence: Fence | None = None,
+    ) -> Pin | None:
         """The bytes at `places` of its keys (None: all) have arrived and can be found from now on. With
-        `pinned_by` they stay pinned."""
+        `pinned_by` they stay pinned. `fence` follows the work that wrote them."""
         with self.pool.lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is None:
@@ -392,7 +399,7 @@ class HostTier:
             if self._pinned.num_owners:
                 self._pinned.landed(keys)
             pin = self.pool.pin(slots, pinned_by) if pinned_by and keys else None
-            hold.end()
+            hold.end(fence)
             return pin
 
     def drop(self, taken: Taken) -> None:
