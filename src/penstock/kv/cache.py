@@ -34,7 +34,7 @@ from penstock.kv.transfer import Settling, Transfer
 from penstock.lanes.lane import POLL_MOST_S
 from penstock.observe import EngineObserver
 
-__all__ = ["CacheStats", "KvCache", "Resetting", "Retention", "Settling", "Storing"]
+__all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling", "Storing"]
 
 _CLOSE_S = 60.0  # for transfers in flight, if the caller gives no timeout
 _GRACE_S = 1.0  # for idle lanes to end
@@ -104,6 +104,7 @@ class Retention:
         self._rank = rank
         self._on_device: PoolWant | None = None
         self._in_host: PoolWant | None = None
+        self._state: PoolWant | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -113,9 +114,11 @@ class Retention:
         with pool.lock:
             here = np.array([slot for slot in pool.find_each(self._keys) if slot != ABSENT], np.intp)
             self._in_host = pool.want(here, self._rank, self._in_host)
+        if (states := self._cache.states) is not None:
+            self._state = states.want(self._keys, self._rank, self._state)
 
     def end(self) -> None:
-        for want in (self._on_device, self._in_host):
+        for want in (self._on_device, self._in_host, self._state):
             if want is not None:
                 want.end()
 
@@ -240,7 +243,7 @@ class KvCache(Ledger):
             self.loads.advance()
         has_more = self.writeback.hand_over()
         if self.states is not None:
-            has_more |= self.states.cold.settle()
+            has_more |= self.states.settle()
         return has_more or self._num_cold != cold_before or self._num_flying != before
 
     def _land(self, copy: Copy) -> None:
@@ -262,15 +265,15 @@ class KvCache(Ledger):
         """Copy those of `keys` that only the device has to host memory, so that the next `persist` writes all
         that the first cold tier lacks. `fence` covers all launched work."""
         self.saves.save(keys, fence)
+        if self.states is not None:
+            self.states.cold.writeback.recheck(keys)
 
-    def persist(self) -> Storing | None:
+    def persist(self) -> Persisting | Storing | None:
         """Write every block and state sealed so far to the first cold tier, and make them durable there.
         None: there is no such tier."""
-        parts = [self.writeback.persist(self.saves.submit())]
-        if self.states is not None:
-            parts.append(self.states.cold.writeback.persist(None))
-        found = [part for part in parts if part is not None]
-        return Storing(found) if found else None
+        blocks = self.writeback.persist(self.saves.submit())
+        states = None if self.states is None else self.states.cold.writeback.persist(None)
+        return blocks if blocks is None or states is None else Storing((blocks, states))
 
     # ----------------------------------------------------------------------------------------------- sessions
 
@@ -282,6 +285,8 @@ class KvCache(Ledger):
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         holds = self._pool.book.holds
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not holds[slot]]
+        if self.states is not None:
+            self.states.cold.host.forget(keys)
         num_device = self._pool.forget([slot for _, slot in unheld if slot != ABSENT])
         return num_device + self.host.forget([key for key, _ in unheld]) + num_closed
 

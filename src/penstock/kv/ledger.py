@@ -209,6 +209,8 @@ class Ledger:
         if not (is_next or self.may_prefetch):
             return None
         known = lease if isinstance(lease, HostLease) else None
+        if lease is None and self.states is not None:
+            self.states.prefetch(prefix.keys)
         wanted = ToRead(0, prefix.keys) if whole else self.rule.to_read(self._pool, prefix.keys, known)
         if wanted.first == len(wanted.keys):
             return None

@@ -158,8 +158,13 @@ class WithStates(WholePrefix):
 
     def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
         """Blocks behind the last boundary that has a state are of no use."""
-        keys = keys[: self.states.last_before(keys, len(keys))]
-        return ToRead(len(pool.find(keys)), keys)
+        return ToRead(len(pool.find(keys)), keys, partial(self._chosen, pool, keys))
+
+    def _chosen(self, pool: BlockPool, keys: Sequence[bytes], colder: NDArray[np.bool_]) -> BlocksToRead:
+        num_here, states = len(pool.find(keys)), self.states
+        num_covered = num_here + int(np.argmin([*colder[num_here:], False]))
+        end = len(keys) if states.is_searching else states.last_before(keys, num_covered)
+        return BlocksToRead(min(num_here, end), end, self.find(pool, keys).num_blocks)
 
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         """Blocks alone are of no use, so nothing is gained by waiting for them."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from penstock.contract import Fence, SlotHandle
 from penstock.errors import InvariantBroken
 from penstock.figures import STATES
+from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.calls import StoreGroup
@@ -260,6 +261,7 @@ class KeptStates:
         self.cold = ColdStates(HostTier(pool, 1, 0.0)) if cold is None else cold
         self.num_skipped = 0  # states that were not kept, since every slot was in use
         self.expected = Counter[tuple[int, bytes]]()  # depth and key
+        self._ahead: list[tuple[StateSearch, Sequence[bytes]]] = []  # of prefetches
 
     def last_before(self, keys: Sequence[bytes], end: int) -> int:
         """The last boundary, in blocks, at or before `end` that has a state in some tier; 0: none."""
@@ -268,12 +270,47 @@ class KeptStates:
     def last_in_memory(self, keys: Sequence[bytes], end: int) -> int:
         return self.pool.find_deepest(keys[:end])
 
+    def last_here(self, keys: Sequence[bytes]) -> int:
+        """The last boundary that has a state in memory or on a local disk; 0: none. For any thread."""
+        local = [tier for tier in self.cold.tiers.values() if tier.local]
+        return max([self.last_in_memory(keys, len(keys)), *(tier.calls.find(keys) for tier in local)])
+
     def has(self, key: bytes) -> bool:
         """In host memory."""
         return len(self.pool.find((key,))) > 0
 
     def search(self, keys: Sequence[bytes]) -> StateSearch | None:
         return StateSearch(self, keys) if self.cold.tiers and keys else None
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Read the last state of this prefix into host memory, for a request that may come."""
+        if (search := self.search(keys)) is not None:
+            self._ahead.append((search, keys))
+            self._read_ahead()
+
+    @property
+    def is_searching(self) -> bool:
+        """A prefetch does not know yet which state there is."""
+        return bool(self._ahead)
+
+    def settle(self) -> bool:
+        """Returns whether a flush has more for the next turn."""
+        self._read_ahead()
+        return self.cold.settle()
+
+    def _read_ahead(self) -> None:
+        waiting, self._ahead = self._ahead, []
+        for search, keys in waiting:
+            if not search.ready:
+                self._ahead.append((search, keys))
+            elif num := self.last_before(keys, len(keys)):
+                search.reads_first(keys[num - 1], len(keys))
+
+    def want(self, keys: Sequence[bytes], rank: float, earlier: PoolWant | None) -> PoolWant:
+        """Want the last state of this prefix that is in host memory: it is evicted after unwanted ones."""
+        with self.pool.lock:
+            num = self.last_in_memory(keys, len(keys))
+            return self.pool.want(self.pool.find(keys[num - 1 : num] if num else ()), rank, earlier)
 
     def is_expected(self, keys: Sequence[bytes], after: int = 0) -> bool:
         """True if a running request will keep a state of one of these boundaries, `after` so many blocks."""

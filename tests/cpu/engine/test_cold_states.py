@@ -1,5 +1,5 @@
-"""States of recurrent layers on disks and in stores: a prefix of a hybrid model comes back after a restart and
-on another engine, as far as both its blocks and a state are there, with the tokens of a state that runs
+"""States of recurrent layers on disks and in stores: a prefix of a hybrid model comes back after a restart
+and on another engine, as far as both its blocks and a state are there, with the tokens of a state that runs
 through the whole sequence.
 
 The reference computes one sequence, token by token."""
@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from penstock.contract import KvSource
+from penstock.contract import CacheHint, KvSource
 from penstock.engine.engine import Engine
-from penstock.errors import StoreFailed
+from penstock.errors import SnapshotRefused, SnapshotSpace, StoreFailed
 from penstock.kv import build as kv_build
 from penstock.kv.states import KeptStates, StateStore
+from penstock.kv.tiers.ssd import survey
 from penstock.kv.tiers.store import BlockStore, Space
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
+from tests.cpu.engine.test_engine_snapshots import request, running
 from tests.cpu.engine.test_kept_states import all_at_rest, assert_right, expected, states_of
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
 
@@ -198,6 +201,24 @@ def test_disks_of_blocks_and_states_together_take_what_was_given(
     assert usage["used"] > 0 and usage["used"] + usage["free"] <= 0.0005 * 2**30 / 16896
 
 
+def test_states_on_disk_are_inspected_verified_and_cleared_with_the_blocks(
+    start: Start, disk: dict[str, Any], prompts: Prompts
+) -> None:
+    engine, folder = start(**disk), Path(disk["ssd_dir"])
+    generate(engine, prompts(100))
+    ended(engine)
+    found = survey.verify(folder, lambda done, total: None)
+    assert found.num_good == found.num_blocks == 7 and len(found.spaces) == 2, "six blocks and a state"
+    (path,) = (folder / "states").glob("penstock-*.kv")
+    data = bytearray(path.read_bytes())
+    data[2 * 4096 + 99] ^= 1
+    path.write_bytes(data)
+    found = survey.verify(folder, lambda done, total: None)
+    assert len(found.torn) == 1 and found.torn[0].startswith("states/penstock-000000.kv slot 0")
+    assert survey.clear(folder, lambda done, total: None).num_segments == 2
+    assert survey.inspect(folder).num_blocks == 0 and not [*folder.rglob("*.kv")]
+
+
 def test_a_reset_of_the_disk_clears_its_states(start: Start, disk: dict[str, Any], prompts: Prompts) -> None:
     engine, prompt = start(**disk), prompts(100)
     generate(engine, prompt)
@@ -334,6 +355,106 @@ def test_a_request_that_is_cancelled_while_its_state_is_read_leaves_nothing_behi
     run_all(second)
     assert_right(second, prompt, generate(second, prompt, max_tokens=20), 20)
     all_at_rest(second)
+
+
+# ------------------------------------------------------------------------------------- snapshots and sessions
+
+
+def take(engine: Engine, prompt: Sequence[int]) -> None:
+    settle_all(engine)
+    with running(engine):
+        engine.snapshots.take(request(list(prompt)))
+
+
+def fill(engine: Engine, prompts: Prompts, num: int = 40) -> None:
+    """More states than there is room for."""
+    for seed in range(100, 100 + num):
+        generate(engine, prompts(40, seed=seed), max_tokens=1)
+        settle_all(engine)
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_a_snapshot_pins_the_state_at_its_boundary(
+    start: Start, disk: dict[str, Any], prompts: Prompts, tier: str
+) -> None:
+    room = {"states_gib": 8.5 * 16896 / 2**30} if tier == "host" else {**disk, "ssd_gib": 0.0015}
+    engine, prompt = start(**room, host_blocks=400), prompts(100)
+    generate(engine, prompt)
+    take(engine, prompt)
+    (shown,) = engine.snapshots.all().snapshots
+    assert (shown.num_tokens, shown.kept_tokens, shown.pinned) == (100, 96, True)
+    fill(engine, prompts)
+    if tier == "ssd":
+        ended(engine)
+        engine = scanned(start(**room, host_blocks=400))
+        fill(engine, prompts)
+        engine.cache.reset(("device", "host"))
+    tokens = np.frombuffer(engine.snapshots.open("talk").tokens, np.uint32).tolist()
+    assert tokens == prompt
+    found = generate(engine, [*tokens, *prompts(20, seed=1)], max_tokens=12)
+    assert found.source is not None and found.source.computed == 120 - 96
+    assert_right(engine, [*tokens, *prompts(20, seed=1)], found, 12)
+    with running(engine):
+        engine.snapshots.delete("talk")
+    assert states_of(engine).pool.counts.pinned == 0
+    all_at_rest(engine)
+
+
+def test_a_snapshot_of_what_has_no_state_is_refused(start: Start, prompts: Prompts) -> None:
+    engine, prompt = start(), prompts(100)
+    generate(engine, prompt)
+    settle_all(engine)
+    states_of(engine).pool.evict(100)
+    with pytest.raises(SnapshotRefused, match="none of its 6 blocks is in a tier"):
+        take(engine, prompt)
+    all_at_rest(engine)
+
+
+def test_snapshots_pin_no_more_states_than_their_share(start: Start, prompts: Prompts) -> None:
+    engine = start(states_gib=3.5 * 16896 / 2**30)
+    for seed in range(2):
+        generate(engine, prompts(40, seed=seed))
+    settle_all(engine)
+    with running(engine):
+        engine.snapshots.take(request(prompts(40, seed=0), "one"))
+        with pytest.raises(SnapshotSpace, match="of the 3 in the host tier are pinned, and 1 may be"):
+            engine.snapshots.take(request(prompts(40, seed=1), "two"))
+    assert states_of(engine).pool.counts.pinned == 1
+
+
+def test_the_state_of_a_retained_session_stays_and_one_of_a_released_session_goes(
+    start: Start, prompts: Prompts
+) -> None:
+    engine, kept, gone = start(states_gib=8.5 * 16896 / 2**30), prompts(100), prompts(70, seed=1)
+    generate(engine, kept, session="kept", hint=CacheHint(retain_s=600.0))
+    engine.step()
+    fill(engine, prompts)
+    found = generate(engine, kept)
+    assert found.source is not None and found.source.computed == 4
+    generate(engine, gone, session="gone", hint=CacheHint(release=True))
+    settle_all(engine)
+    engine.step()
+    prefix = engine.cache.prefix_of(gone)
+    assert prefix is not None and states_of(engine).last_here(prefix.keys) == 0
+    all_at_rest(engine)
+
+
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_a_prefetch_brings_the_state_with_the_blocks(
+    start: Start, shared: Shared, disk: dict[str, Any], prompts: Prompts, tier: str
+) -> None:
+    engine, prompt = start(**(disk if tier == "ssd" else REMOTE)), prompts(150)
+    generate(engine, prompt)
+    forget_memory(engine)
+    done = engine.kv.prefetch(prompt)
+    while not done.done():
+        engine.step()
+    settle_all(engine)
+    found = generate(engine, prompt, max_tokens=20)
+    assert found.source == KvSource(host=144, computed=6)
+    assert states_of(engine).cold.tiers[f"{tier} states"].counts.num_read == 1
+    assert_right(engine, prompt, found, 20)
+    all_at_rest(engine)
 
 
 # ---------------------------------------------------------------------------------------------- random crowds

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.config import OffloadConfig
@@ -22,9 +21,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import StatePass, StepOps
 from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.placement import Placement
-from penstock.errors import ConfigError, SnapshotRefused
+from penstock.errors import ConfigError
 from penstock.kv.rules import WholePrefix, WithStates
-from penstock.kv.snapshots import SnapshotRequest
 from penstock.kv.states import KeptStates
 from penstock.lanes.cpu import CpuLane
 from penstock.sanitizer.report import Kind
@@ -454,13 +452,6 @@ def test_options_of_states_are_refused_where_they_have_no_effect(make_engine: Ma
         make_engine(MODEL, **ROOM, states_gib=1e-9)
     with pytest.raises(ConfigError, match="--state-every needs --kv-offload"):
         OffloadConfig(enabled=False, state_every=64)
-
-
-def test_snapshots_are_refused(make: MakeEngine, prompts: Prompts) -> None:
-    engine = make()
-    generate(engine, prompts(100))
-    with pytest.raises(SnapshotRefused, match="model with recurrent layers"):
-        engine.snapshots.take(SnapshotRequest("one", prompt=np.array(prompts(100), np.uint32).tobytes()))
 
 
 def test_a_whole_prefix_rule_uses_blocks_alone() -> None:

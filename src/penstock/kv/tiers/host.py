@@ -72,12 +72,13 @@ def tier_runs(slots: Slots, parts: Sequence[Part], first: int) -> TierRuns:
 
 
 def tiers_of(slots: Slots, parts: Sequence[Part], first: int) -> Slots:
-    """By block from number `first` on: 0 for host memory, the number of the part from 1 on, or ABSENT."""
+    """By block of `slots`, from number `first` on: 0 for host memory, the number of the part from 1 on, or
+    ABSENT."""
     tier_of = np.where(slots == ABSENT, ABSENT, 0)
     for number, part in enumerate(parts, 1):
         if part.finding.ready:
             blocks = np.array(part.blocks[: part.finding.num], np.int64) - first
-            blocks = blocks[blocks >= 0]
+            blocks = blocks[(blocks >= 0) & (blocks < len(slots))]
             tier_of[blocks[slots[blocks] == ABSENT]] = number
     return tier_of
 
