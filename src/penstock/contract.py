@@ -981,7 +981,9 @@ class Match(NamedTuple):
     # Blocks in host memory, which stay there. Only for a deep request: its match is all device or all host.
     num_paged: int = 0
     num_gone: int = 0  # leading blocks that are not needed; a table begins after them
-    num_known: int = 0  # with recurrent layers: leading blocks that are cached, of use or not
+    # with recurrent layers: leading blocks that are on the device, and in any tier, of use or not
+    num_here: int = 0
+    num_known: int = 0
 
     @property
     def num_held(self) -> int:

@@ -602,7 +602,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
-        state_every=config.offload.state_every,
+        state_every=config.offload.state_every or 0,
     )
 
 

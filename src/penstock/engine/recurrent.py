@@ -21,6 +21,7 @@ from penstock.models.model import ModelConfig
 
 log = logging.getLogger(__name__)
 
+_STATE_EVERY = 8192  # tokens: a step of prompts on CUDA; a state takes less than the KV of so many
 # fields that must be as by default
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
@@ -46,8 +47,11 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
                 flag = "--kv-events" if one.field == "events" else one.flag
                 raise ConfigError(f"{flag} is not supported with a model that has recurrent layers")
     every, size = config.offload.state_every, config.kv.block_tokens
+    if every is None:
+        every = max(1, _STATE_EVERY // size) * size
     if every % size:
         raise ConfigError(f"--state-every must be a multiple of --block-tokens {size}, got {every}")
+    config = replace(config, offload=replace(config.offload, state_every=every))
     if config.offload.enabled:
         return config
     if config.kv.prefix_cache:

@@ -150,6 +150,7 @@ class Ledger:
             pending,
             found.num_colder,
             num_gone=found.first,
+            num_here=found.num_here,
             num_known=found.num_known,
         )
 
@@ -224,7 +225,7 @@ class Ledger:
         if not self._tables.reuses:
             return None
         like = earlier if isinstance(earlier, PoolWant) else None
-        return self._pool.want(self.rule.find(self._pool, tuple(keys), like).slots, rank, like)
+        return self._pool.want(self.rule.to_want(self._pool, tuple(keys), like), rank, like)
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
         return self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)

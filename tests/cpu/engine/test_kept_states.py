@@ -142,6 +142,58 @@ def test_a_prefix_is_as_long_as_both_its_blocks_and_a_state_reach(
     all_at_rest(engine)
 
 
+def test_where_two_prompts_have_parted_a_third_one_begins(make: MakeEngine, prompts: Prompts) -> None:
+    """Three users share a long beginning that ends inside a chunk."""
+    engine, shared = make(max_model_len=1000), prompts(333)
+    asked = [[*shared, *prompts(60, seed=user)] for user in range(1, 4)]
+    found = [generate(engine, prompt, max_tokens=6) for prompt in asked]
+    for prompt, one in zip(asked, found, strict=True):
+        assert_right(engine, prompt, one, 6)
+    assert [one.source for one in found] == [
+        KvSource(computed=393),
+        KvSource(computed=393),
+        KvSource(device=320, computed=73),
+    ]
+    all_at_rest(engine)
+
+
+@pytest.mark.parametrize("chunk", [48, 64])
+def test_prompts_that_come_together_share_their_beginning(
+    make: MakeEngine, prompts: Prompts, chunk: int
+) -> None:
+    """A running request keeps a state where a waiting one parts from it, if it is not that far yet."""
+    engine, shared = make(prefill_chunk=chunk, max_model_len=1000), prompts(333)
+    asked = [[*shared, *prompts(60, seed=user)] for user in range(1, 5)]
+    found = [submit(engine, prompt, max_tokens=6) for prompt in asked]
+    run_all(engine)
+    for prompt, one in zip(asked, found, strict=True):
+        assert_right(engine, prompt, one, 6)
+    shares = [one.source.computed for one in found if one.source is not None]
+    assert shares == [393, 73, 73, 73]
+    all_at_rest(engine)
+
+
+def test_an_answer_that_goes_on_is_no_place_where_prompts_part(make: MakeEngine, prompts: Prompts) -> None:
+    engine, prompt = make(max_model_len=2000), prompts(90)
+    for turn in range(3):
+        found = generate(engine, prompt, max_tokens=300)
+        assert states_of(engine).pool.num_keys == turn + 1
+        prompt = [*prompt, *found.tokens, *prompts(17, seed=turn + 1)]
+    all_at_rest(engine)
+
+
+def test_of_a_long_prompt_the_state_is_from_before_the_tokens_of_a_chat_template(
+    make: MakeEngine, prompts: Prompts
+) -> None:
+    """Its last ones are others when the conversation goes on."""
+    engine, prompt = make(max_model_len=2000), prompts(1100)
+    generate(engine, prompt)
+    longer = [*prompt[:-30], *prompts(100, seed=1)]
+    found = generate(engine, longer, max_tokens=6)
+    assert found.source == KvSource(device=1024, computed=146)
+    assert_right(engine, longer, found, 6)
+
+
 def test_requests_with_the_same_prompt_wait_for_the_state_of_the_first(
     make: MakeEngine, prompts: Prompts
 ) -> None:
@@ -385,8 +437,8 @@ def test_a_chunk_that_runs_past_the_boundary_is_noticed(
 
     def past(own: AtBoundaries, running: Any, start: int, end: int, *more: Any) -> Any:
         kept = own._kept[running.life]
-        if start < kept.last < end:
-            written = own._reserve(running, kept, kept.last)
+        if passed := [boundary for boundary in kept.ends if start < boundary < end]:
+            written = own._reserve(running, kept, passed[0])
             placed = place(own, running, start, end, *more)
             return placed._replace(state=StateMove(None, written))
         return place(own, running, start, end, *more)
