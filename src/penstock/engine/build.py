@@ -362,7 +362,7 @@ def _executor(
     uploads = Uploads(setup.device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
-    masks = Masks(grammars, limits.max_batch, lane)
+    masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
