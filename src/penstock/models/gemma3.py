@@ -72,9 +72,14 @@ class SandwichLayer(DecoderLayer):
 class ScaledDecoder(Decoder):
     """A decoder whose embeddings are scaled by hidden ** 0.5, rounded to the type of the model."""
 
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps, digest: bytes
+    ) -> None:
+        super().__init__(config, weights, ops, digest, [SandwichLayer] * config.num_layers)
+        self.factor = float(torch.tensor(config.hidden**0.5, dtype=self.dtype))
+
     def embed(self, tokens: Tensor) -> Tensor:
-        factor = float(torch.tensor(self.config.hidden**0.5, dtype=self.dtype))
-        return super().embed(tokens) * factor
+        return super().embed(tokens) * self.factor
 
 
 class Gemma3(Architecture):
@@ -115,7 +120,7 @@ class Gemma3(Architecture):
         for name, tensor in weights.items():
             if name.endswith("norm"):
                 tensor.add_(1.0)
-        return ScaledDecoder(config, weights, ops, digest, [SandwichLayer] * config.num_layers)
+        return ScaledDecoder(config, weights, ops, digest)
 
     def laid_out(self, stored: Mapping[str, S]) -> Mapping[str, S]:
         """The text part has the names of a model of text alone."""
