@@ -73,6 +73,8 @@ class Engine:
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self.max_open:
             raise Overloaded(f"{self.max_open} requests are open already")
+        if asked.sampling.bad_words:
+            asked = dataclasses.replace(asked, sampling=asked.sampling.spelled(self.tokenizer.bad_token_ids))
         tokens, known = self.limits.checked(asked.prompt, asked.sampling)
         # compiled on the caller's thread, so no other request waits; kept while the request is open
         if (grammar := asked.sampling.grammar) is not None:
