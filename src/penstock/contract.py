@@ -216,7 +216,7 @@ class SamplingParams:
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise InvalidRequest(f"token ids of {name} must lie between 0 and {vocab - 1}", name)
         never = {some[0] for some in self.bad_token_ids if len(some) == 1}
-        if allowed is not None and allowed <= never:
+        if allowed is not None and never.issuperset(allowed):
             raise InvalidRequest("bad_words rules out every token of allowed_token_ids", "bad_words")
 
 
@@ -434,6 +434,10 @@ class TokenLogprob(NamedTuple):
     logprob: float
     rank: int  # 1: the likeliest
     top: tuple[tuple[int, float], ...]
+
+    def with_top(self, num: int) -> TokenLogprob:
+        """With that many alternatives at most."""
+        return self if len(self.top) <= num else self._replace(top=self.top[:num])
 
 
 def _same(one: tuple[object, ...], other: object) -> bool:

@@ -224,8 +224,6 @@ same; responses; Caller; the model calls tools, and no program does
     input[].caller
 label; responses; any; of a client's own
     input[].internal_chat_message_metadata_passthrough
-same; completions chat; [[]]; words cannot be ruled out
-    bad_words
 same; completions; [1]; choices are not ranked: ask for n of them
     best_of
 same; completions; [""]; these models continue a text and do not fill a gap in it
