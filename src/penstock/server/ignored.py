@@ -82,15 +82,6 @@ class _DirectCaller(msgspec.Struct):
     type: Literal["direct"]
 
 
-_INCLUDED = Literal[  # parts of items that answers here never have
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
 # Words of the table for what a field takes; anything else there is a list of values.
 _TYPES: Mapping[str, Any] = {
     "any": Any,
@@ -104,7 +95,6 @@ _TYPES: Mapping[str, Any] = {
     "Count": schema.Count,
     "Level": Literal["low", "medium", "high"],
     "truncation": Literal["auto", "disabled"],
-    "Included": list[_INCLUDED],
     "Edits": _ContextEdits,
     "Caller": _DirectCaller,
 }
@@ -186,8 +176,6 @@ hint; chat; strings; a conversation that does not fit is refused and not cut
     transforms
 hint; responses; Count; this server runs no tools itself
     max_tool_calls
-hint; responses; Included; logprobs are a field of /v1/chat/completions
-    include
 same; messages; Edits; tool results are not cleared, and conversations not compacted
     context_management
 same; responses; [[]]; conversations are not compacted
@@ -254,8 +242,6 @@ same; chat; [[]]; there are none
     plugins
 same; responses; [false]; answers come while the client waits
     background
-same; responses; [0]; logprobs are a field of /v1/chat/completions
-    top_logprobs
 same; messages; [[]]; this server runs no tools itself
     mcp_servers
 same; messages; ["global"]; a server is where its operator put it

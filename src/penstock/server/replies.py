@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,7 @@ class ChunkedReply:
         self._names_ids = bool(body.return_tokens_as_token_ids)
         self._num_choices: int = body.n or 1  # of each prompt
         self._opened: set[int] = set()  # choices with output
+        self._scored = ChatScores(tokenizer, self._names_ids)
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         raise NotImplementedError
@@ -245,19 +246,26 @@ class ChatReply(ChunkedReply):
     def scores(self, tokens: Sequence[ScoredToken]) -> Json:
         return {
             "content": [
-                self._scored(token.score, token.first) for token in tokens if token.score is not None
+                self._scored.of(token.score, token.first) for token in tokens if token.score is not None
             ],
             "refusal": None,
         }
 
-    def _scored(self, score: TokenLogprob, first: bool) -> Json:
+
+class ChatScores(NamedTuple):
+    """Scores of a message's tokens, as OpenAI's chats and responses have them."""
+
+    tokenizer: TextCodec
+    names_ids: bool = False
+
+    def of(self, score: TokenLogprob, first: bool) -> Json:
         tops = [self._entry(token, logprob, first) for token, logprob in score.top]
         return {**self._entry(score.token, score.logprob, first), "top_logprobs": tops}
 
     def _entry(self, token: int, logprob: float, first: bool) -> Json:
         """Bytes as they are in the message: joined over its tokens they are the message."""
-        raw = self._tokenizer.token_bytes(token, first)
-        name = f"token_id:{token}" if self._names_ids else raw.decode(errors="replace")
+        raw = self.tokenizer.token_bytes(token, first)
+        name = f"token_id:{token}" if self.names_ids else raw.decode(errors="replace")
         return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
