@@ -44,6 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": ASK, "max_tokens": 5},
     "chat": {"messages": CHAT_TURNS, "tools": [CHAT_TOOL], "max_tokens": 5},
     "responses": {
+        "reasoning": {},
         "input": [{"role": "user", "content": [{"type": "input_text", "text": ASK}]}],
         "tools": [TOOL, SPACE],
         "text": {},
