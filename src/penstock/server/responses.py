@@ -347,9 +347,12 @@ class ResponsesReply(BlockReply):
         thought = "".join(
             part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"]
         )
+        details = dict(usage["prompt_tokens_details"])
+        cached = {"cached_tokens": details.pop("cached_tokens"), "cache_write_tokens": 0}
         return {
+            **details,  # some clients take nothing but numbers in `input_tokens_details`
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": cached,
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0

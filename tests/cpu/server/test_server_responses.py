@@ -71,6 +71,10 @@ def test_an_answer_is_made_of_items_and_a_stream_of_numbered_events(served: Serv
     }
     first, again = whole["usage"], last["usage"]
     cached = [usage["input_tokens_details"]["cached_tokens"] for usage in (first, again)]
+    for details in ("input_tokens_details", "output_tokens_details"):
+        # as the schemas of some clients have it
+        assert all(type(value) is int for value in first[details].values())
+    assert first["kv_source"]["computed"] == first["input_tokens"]
     assert cached == [0, 48] and first["input_tokens"] == again["input_tokens"] == len(model.prompt)
     assert again["output_tokens"] == len("It is warm.") + 1
     assert again["total_tokens"] == again["input_tokens"] + again["output_tokens"]
