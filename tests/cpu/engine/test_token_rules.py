@@ -118,6 +118,52 @@ def test_beside_requests_with_drafts_the_rules_hold(
     assert any(num_kept for _, num_kept in script.seen)
 
 
+@pytest.mark.parametrize("draw", DRAWS)
+def test_drafts_are_verified_under_the_rules(
+    make_engine: MakeEngine, prompts: Prompts, draw: dict[str, Any]
+) -> None:
+    """The host knows them, so each has a mask of its own. An answer ends where no token may follow."""
+    plain = make_engine()
+    free = generate(plain, prompts(20), max_tokens=30, **draw).tokens
+    rules = [
+        {"bad_token_ids": tuple(itertools.pairwise(free[::2]))},
+        {"allowed_token_ids": ALLOWED, "bad_token_ids": ((3, 3), (300, 511), (31,))},
+        {"allowed_token_ids": frozenset({5, 6}), "bad_token_ids": ((5,) * 9, (6,), (6, 5, 5))},
+    ]
+    engine, script = scripted(make_engine, ahead=False, right_share=0.9)
+    for rule in rules:
+        right = generate(plain, prompts(20), max_tokens=30, **rule, **draw)
+        found = answered(engine, script, prompts(20), right, max_tokens=30, **rule, **draw)
+        script.answers[found.request_id] = [*right.tokens, *[5] * 30]
+        run_all(engine)
+        engine.check()
+        assert (found.finish, found.tokens) == (right.finish, right.tokens)
+    assert found.tokens == [5] * 8 and found.finish is FinishReason.STOP
+    assert sum(num_kept for _, num_kept in script.seen) > 10
+
+
+def test_drafts_are_verified_under_rules_and_a_grammar(make_engine: MakeEngine, prompts: Prompts) -> None:
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    plain = make_engine()
+    engine, script = scripted(make_engine, ahead=False, right_share=0.9)
+    regex = Grammar("regex", "[a-f]{20}")
+    rules: list[dict[str, Any]] = [
+        {"bad_token_ids": ((97, 98), (99, 99), (100,))},
+        {"allowed_token_ids": frozenset(b"ab"), "bad_token_ids": (tuple(b"aaa"), tuple(b"bb"))},
+        {"allowed_token_ids": frozenset(b"a"), "bad_token_ids": (tuple(b"aaaaaa"),)},
+    ]
+    both: dict[str, Any] = {"grammar": regex, "ignore_eos": False, "max_tokens": 30}
+    for rule in rules:
+        right = generate(plain, prompts(20), **both, **rule)
+        found = answered(engine, script, prompts(20), right, **both, **rule)
+        script.answers[found.request_id] = [*right.tokens, *b"aaaaaaaaaaaaa"]
+        run_all(engine)
+        engine.check()
+        assert (found.finish, found.tokens, found.error) == (right.finish, right.tokens, right.error)
+    assert bytes(found.tokens) == b"aaaaa" and found.finish is FinishReason.ERROR
+    assert sum(num_kept for _, num_kept in script.seen) > 5
+
+
 def test_a_retracted_request_goes_on_within_its_rules(make_engine: MakeEngine, prompts: Prompts) -> None:
     alone = make_engine()
     pairs = tuple((token, after) for token in range(0, 512, 2) for after in range(0, 512, 4))
@@ -223,8 +269,8 @@ def test_rules_that_cannot_be_kept_are_refused(
 
 
 def test_a_mask_has_a_bit_for_each_token_that_may_come() -> None:
-    params = SamplingParams(allowed_token_ids=ALLOWED, bad_token_ids=((31,), (64, 63), (63,)))
-    rules, row = TokenRules(params, 17), np.full(17, -1, np.int32)
-    rules.apply(row)
-    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-    assert set(np.flatnonzero(bits).tolist()) == ALLOWED - {31, 63}
+    params = SamplingParams(allowed_token_ids=ALLOWED, bad_token_ids=((31,), (64, 3), (63,)))
+    rules, rows = TokenRules(params, 17), np.full((3, 17), -1, np.int32)
+    assert rules.apply(rows, (3, 64)) is None
+    found = [set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))) for row in rows]
+    assert found == [ALLOWED - {31, 63}, ALLOWED - {31, 63}, ALLOWED - {31, 63, 3}]

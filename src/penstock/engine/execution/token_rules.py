@@ -33,12 +33,23 @@ class TokenRules:
         if self._lengths:
             self._written = [*self._written, *tokens][-self._lengths[-1] :]
 
-    def apply(self, row: NDArray[np.int32]) -> None:
-        """Clear the bits of tokens that may not come next."""
+    def apply(self, rows: NDArray[np.int32], drafts: Sequence[int] = ()) -> int | None:
+        """Clear the bits of tokens that may not come next, and in the rows behind it of those that may not
+        come after each of `drafts`. Returns the number of drafts after which none may, if there is one; that
+        row then allows all."""
+        most: int | None = None
+        for num in range(1 + len(drafts)):
+            self._clear_in(rows[num], [*self._written, *drafts[:num]])
+            if num and not rows[num].any():
+                rows[num] = -1
+                most = num if most is None else most
+        return most
+
+    def _clear_in(self, row: NDArray[np.int32], written: Sequence[int]) -> None:
         row &= self._words
         for length in self._lengths:
-            if length <= len(self._written):
-                _clear(row, self._lasts.get(tuple(self._written[-length:]), ()))
+            if length <= len(written):
+                _clear(row, self._lasts.get(tuple(written[-length:]), ()))
 
 
 def _set(words: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
