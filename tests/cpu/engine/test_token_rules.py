@@ -165,16 +165,15 @@ def test_drafts_are_verified_under_rules_and_a_grammar(make_engine: MakeEngine, 
 
 
 def test_a_retracted_request_goes_on_within_its_rules(make_engine: MakeEngine, prompts: Prompts) -> None:
-    alone = make_engine()
-    pairs = tuple((token, after) for token in range(0, 512, 2) for after in range(0, 512, 4))
-    rules = {"bad_token_ids": pairs, "temperature": 1.0, "max_tokens": 100}
-    expected = [generate(alone, prompts(20, n), seed=n, **rules).tokens for n in range(6)]
+    """Its last tokens count after it has come back: two take turns."""
     engine = make_engine(blocks=24, max_batch=8, overcommit=4.0)
-    found = [submit(engine, prompts(20, n), seed=n, **rules) for n in range(6)]
+    rules = {"allowed_token_ids": frozenset({5, 6}), "bad_token_ids": ((5, 5), (6, 6))}
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 100, **rules}
+    found = [submit(engine, prompts(20, n), seed=n, **options) for n in range(6)]
     run_all(engine)
     assert engine.stats().retractions > 0
-    assert [one.tokens for one in found] == expected
-    assert not any(pair in pairs for pair in itertools.pairwise(expected[0]))
+    for one in found:
+        assert len(one.tokens) == 100 and all(a != b for a, b in itertools.pairwise(one.tokens))
 
 
 def test_in_captured_steps_the_rules_hold(
