@@ -394,6 +394,11 @@ class PromptLimits(NamedTuple):
     vocab: int
     kv_tokens: int  # that fit into device memory, or into host memory if sequences may be paged out
 
+    @property
+    def num_fitting(self) -> int:
+        """Tokens of a prompt and its answer that there is room for."""
+        return min(self.max_model_len, self.kv_tokens)
+
     def checked(
         self, prompt: Sequence[int], sampling: SamplingParams
     ) -> tuple[list[int], NDArray[np.uint32]]:

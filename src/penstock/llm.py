@@ -304,9 +304,9 @@ class _Prompts:
         if most < -1 or most == 0:
             raise InvalidRequest(f"{name} must be at least 1, or -1 for what fits, got {most}", name)
         if most == -1:
-            fitting = min(limits.max_model_len, limits.kv_tokens)
-            room = min(SamplingParams().max_tokens, fitting // 2) if sampling is None else sampling.max_tokens
-            most = max(1, fitting - room)
+            half = limits.num_fitting // 2
+            room = min(SamplingParams().max_tokens, half) if sampling is None else sampling.max_tokens
+            most = max(1, limits.num_fitting - room)
         return tokens[-most:]
 
     def adapter(self, name: str | None) -> Adapter | None:

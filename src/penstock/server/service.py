@@ -204,8 +204,8 @@ class Service:
         self.generations = self._gate(most, "generations", GateNumber.GENERATIONS)
         self.side = self._gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
         self.loads = self._gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
-        fitting = min(engine.max_model_len, engine.facts.limits.kv_tokens)
-        self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text, fitting)
+        special, fitting = config.allow_special_tokens_in_text, engine.facts.limits.num_fitting
+        self.prompt_rules = Rules(engine.max_model_len, special, fitting)
         self.viewers = Viewers(
             self._gate(MOST_VIEWERS, "viewers of the page", GateNumber.VIEWERS), self._look, self._facts
         )
