@@ -15,10 +15,9 @@ import torch
 
 pytest.importorskip("triton", reason="NOT TESTED: kernels need triton")
 
-from penstock.config import Config
+from penstock.config import Config, SpeculationConfig
 from penstock.contract import Chunk, Request, SamplingParams, Start, StateMove, StepPlan
 from penstock.engine.build import build
-from penstock.engine.engine import Engine
 from penstock.engine.execution import states
 from penstock.models import triton_experts
 from penstock.models.delta_net import DeltaLayer
@@ -37,12 +36,6 @@ def config_of(model: str, **settings: Any) -> Config:
     return dataclasses.replace(config, source=dataclasses.replace(config.source, dtype="bfloat16"))
 
 
-def warm(config: Config) -> Engine:
-    engine = build(config)
-    engine.warm()
-    return engine
-
-
 @pytest.fixture
 def speculate(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     if request.param != "eagle":
@@ -53,23 +46,25 @@ def speculate(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 
 @pytest.mark.parametrize(
     ("model", "speculate"),
-    [
-        ("tiny-qwen3", None),
-        ("tiny-qwen3", "eagle"),
-        ("tiny-qwen3-moe", None),
-        (HYBRID, None),
-        (WINDOWS, None),
-    ],
+    [("tiny-qwen3", "eagle"), ("tiny-qwen3-moe", None), (HYBRID, None)],
     indirect=["speculate"],
 )
-def test_every_kind_of_step_is_captured_and_launched(
-    model: str, speculate: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BUILT_IN, WINDOWS, dataclasses.replace(BUILT_IN["tiny-qwen3"], windows=(32, 48, 32)))
+def test_every_kind_of_step_is_captured_and_launched(model: str, speculate: str | None) -> None:
     with fake_cuda() as gpu:
-        engine = warm(config_of(model, speculate=speculate))
+        engine = build(config_of(model, speculate=speculate))
+        engine.warm()
         assert engine.parts.executor.target.replays.buckets
         assert gpu.num_launched > 100
+
+
+def test_steps_with_windows_and_with_drafts_over_states_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = dataclasses.replace(BUILT_IN["tiny-qwen3"], windows=(32, 48, 32))
+    monkeypatch.setitem(BUILT_IN, WINDOWS, windows)
+    drafts = dataclasses.replace(config_of(HYBRID), speculation=SpeculationConfig("ngram", 2))
+    for config in (config_of(WINDOWS), drafts):
+        with fake_cuda() as gpu:
+            assert build(config).parts.executor.target.replays.buckets
+            assert gpu.num_launched > 100
 
 
 def test_states_are_kept_and_begun_with_by_steps_that_wait_for_nothing() -> None:
