@@ -38,7 +38,11 @@ class RouterTile(NamedTuple):
     shares: int  # parts of the input that logits are computed from
 
 
-ROUTER_DEPTH = 128  # values of the input that a program of the router holds at a time
+# Values of the input that a program of the router holds at a time; fewer if there are so many experts, or
+# numbers so wide, that they would not fit into a multiprocessor's memory.
+ROUTER_DEPTH = 128
+ROUTER_STAGES = 3  # tiles of the router in flight
+ROUTER_BYTES = 224 << 10
 # by tokens at most; the last is for all larger ones
 ROUTER_TILES = {16: RouterTile(16, 16), 512: RouterTile(16, 8), 1024: RouterTile(64, 2)}
 PLACED = {1024: 8, 2048: 32}  # tokens that a program places, by tokens at most as well
@@ -544,14 +548,22 @@ def _logits(x: Tensor, router: Tensor, sizes: Mapping[str, int], overlaps: bool)
         WIDTH=width,
         SHARE=width // num_shares,
         TILE_ROWS=tile.rows,
-        DEPTH=ROUTER_DEPTH,
+        DEPTH=_router_depth((sizes["PADDED"] + tile.rows) * x.element_size()),
         PRECISION=_precision(x),
         OVERLAP=overlaps,
         num_warps=4,
-        num_stages=3,
+        num_stages=ROUTER_STAGES,
         launch_pdl=overlaps,
     )
     return out
+
+
+def _router_depth(row_bytes: int) -> int:
+    """`row_bytes`: of one value of each expert and of each token."""
+    depth = ROUTER_DEPTH
+    while depth > 16 and ROUTER_STAGES * depth * row_bytes > ROUTER_BYTES:
+        depth //= 2
+    return depth
 
 
 def pair_products(
