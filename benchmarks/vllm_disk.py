@@ -32,6 +32,8 @@ from penstock.models.qwen3 import QWEN3_4B
 from penstock.testing.tiny_models import TINY_LLAMA, config_json, write_tiny_model
 
 SIDE = Path(__file__).with_name("vllm_side.py")
+# vLLM writes to both of its outputs, so answers come by a third
+LOGGED = ("sh", "-c", 'exec 3>&1 >>"$0" 2>&1; exec "$@"')
 NAMES = ("penstock", "fs")
 CLASSES = {"penstock": "Penstock", "fs": "FileSystem"}
 CALLS = ("lookup", "submit_store", "submit_load", "get_finished_jobs", "on_schedule_end")
@@ -117,7 +119,6 @@ class Bench:
             "tier": CLASSES[name],
             "device": self._args.device,
             "host_bytes": int(self._args.host_gib * GIB),
-            "log": str(self._args.log),
             "options": {
                 "ledger": str(self.ledger(name, phase)) if watched else None,
                 **self._options(name, self.kv(name, phase)),
@@ -132,7 +133,8 @@ class Bench:
                 **self.size.engine,
             },
         }
-        return Side(name, [self._args.python, str(SIDE), json.dumps(settings)], **_environment())
+        command = [*LOGGED, str(self._args.log), self._args.python, str(SIDE), json.dumps(settings)]
+        return Side(name, command, **_environment())
 
     def _options(self, name: str, folder: Path) -> dict[str, Any]:
         if name == "fs":
@@ -243,6 +245,7 @@ def _ttft(tokens: int, computed: Answers, read: Answers) -> dict[str, Any]:
         "ratio": _ratio(disk),
         "least_cached": {name: min(found) for name, found in of(read, "cached").items()},
         "same_answers": {name: of(computed, "tokens")[name] == of(read, "tokens")[name] for name in NAMES},
+        "load_ms": {name: statistics.median(found) for name, found in of(read, "load_ms").items()},
         "engine_thread_ms": {
             name: statistics.median(
                 sum(one[call]["us"] for call in ("lookup", "submit_load") if call in one) / 1000
@@ -390,6 +393,7 @@ def _speed_rows(speed: dict[str, Any]) -> list[dict[str, str]]:
         rows.append(_row(f"first token, {tokens} tokens on disk, ms", times["disk"], ratio=times["ratio"]))
         rows.append(_row(f"first token, {tokens} tokens computed, ms", times["computed"]))
         rows.append(_row("  of them found on disk, least", times["least_cached"], 0))
+        rows.append(_row("  longest load, seen by the scheduler, ms", times["load_ms"]))
         rows.append(_row("  lookups and submits of a prefix, ms", times["engine_thread_ms"]))
     for call in CALLS:
         values = {name: speed["engine_thread"][name][call] for name in NAMES}

@@ -1,6 +1,6 @@
 """One vLLM of `vllm_disk.py`: an engine in this process, and a tier under its host memory that is watched.
 Owns the engine and the figures taken inside it. Run by vLLM's Python. A line on stdin is a question, a line
-of JSON on stdout its answer."""
+of JSON on another descriptor its answer."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from penstock.plugins.vllm_host import register
 TAIL_TOKENS = 16  # after the prefix: less than what a tier keeps
 ANSWER_TOKENS = 8
 VOCAB = range(3, 500)
+ANSWERS_FD = 3  # vLLM writes to the first two
 MARK_BYTES = 32  # of a block's middle, by which it is found on the disk
 SOON_S = 60.0
 
@@ -90,6 +91,8 @@ class Watch:
         self.prompt = 0
         self.stores: dict[int, list[bytes]] = {}  # in flight, by job
         self.loads: dict[int, list[tuple[bytes, int]]] = {}
+        self.load_s = 0.0  # from a submit to the step that sees its end
+        self._began_s: dict[int, float] = {}
         self.num = {"stored": 0, "loaded": 0, "other_bytes": 0}
         self._times: dict[str, list[tuple[float, int]]] = {}
 
@@ -109,9 +112,12 @@ class Watch:
 
     def load(self, job: Any) -> None:
         self.loads[job.job_id] = list(zip(job.keys, _slots(job), strict=True))
+        self._began_s[job.job_id] = time.perf_counter()
 
     def finish(self, results: Sequence[Any]) -> None:
+        now_s = time.perf_counter()
         for result in results:
+            self.load_s = max(self.load_s, now_s - self._began_s.pop(result.job_id, now_s))
             if (keys := self.stores.pop(result.job_id, None)) is not None:
                 for key in keys if result.success else ():
                     self.ledger.write(key)
@@ -127,6 +133,7 @@ class Watch:
         """Since the last call: blocks, and for each method its calls, their blocks and their times."""
         taken, self._times = self._times, {}
         numbers, self.num = self.num, dict.fromkeys(self.num, 0)
+        load_ms, self.load_s = 1000 * self.load_s, 0.0
         calls = {
             name: {
                 "calls": len(all_of),
@@ -136,7 +143,7 @@ class Watch:
             }
             for name, all_of in taken.items()
         }
-        return {**numbers, "engine_thread": calls}
+        return {**numbers, "load_ms": load_ms, "engine_thread": calls}
 
 
 def _slots(job: Any) -> list[int]:
@@ -329,10 +336,7 @@ class Host:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    with open(settings["log"], "ab") as log:  # vLLM writes to both
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    answers = os.fdopen(ANSWERS_FD, "w", buffering=1)
     host = Host(settings)
     print(json.dumps(host.ready()), file=answers)
     for line in sys.stdin:
