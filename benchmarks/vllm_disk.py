@@ -134,7 +134,7 @@ class Bench:
             },
         }
         command = [*LOGGED, str(self._args.log), self._args.python, str(SIDE), json.dumps(settings)]
-        return Side(name, command, **_environment())
+        return Side(name, command, threads=1, **_environment())
 
     def _options(self, name: str, folder: Path) -> dict[str, Any]:
         if name == "fs":
@@ -265,7 +265,7 @@ def _ratio(times: dict[str, list[float]]) -> float:
 
 
 def _calls(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For each method of a tier: its calls, the median of all questions' medians, the mean of a block."""
+    """For each method of a tier: its calls, the medians over questions of a call and of a block."""
     found = {}
     for call in CALLS:
         all_of = [
@@ -274,11 +274,11 @@ def _calls(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for times in (one["engine_thread"], one["settled"])
             if call in times
         ]
-        num_blocks = sum(one["blocks"] for one in all_of)
+        of_block = [one["us"] / one["blocks"] for one in all_of if one["blocks"]]
         found[call] = {
             "calls": sum(one["calls"] for one in all_of),
             "median_us": statistics.median(one["median_us"] for one in all_of) if all_of else None,
-            "us_per_block": sum(one["us"] for one in all_of) / num_blocks if num_blocks else None,
+            "us_per_block": statistics.median(of_block) if of_block else None,
         }
     return found
 
@@ -387,6 +387,12 @@ def _row(what: str, values: dict[str, Any], digits: int = 1, ratio: float | None
     return {"what": what, **cells, "ratio": "" if ratio is None else f"{ratio:.2f}"}
 
 
+def _at(found: Any, path: Sequence[str]) -> int:
+    for word in path:
+        found = found[word]
+    return int(found)
+
+
 def _speed_rows(speed: dict[str, Any]) -> list[dict[str, str]]:
     rows = []
     for tokens, times in speed["ttft_ms"].items():
@@ -408,13 +414,7 @@ def _speed_rows(speed: dict[str, Any]) -> list[dict[str, str]]:
 
 def _trouble_rows(trouble: list[dict[str, dict[str, Any]]]) -> list[dict[str, str]]:
     def total(*path: str) -> dict[str, int]:
-        found = {}
-        for name in NAMES:
-            values = [one[name] for one in trouble]
-            for word in path:
-                values = [value[word] for value in values]
-            found[name] = sum(values)
-        return found
+        return {name: sum(_at(one[name], path) for one in trouble) for name in NAMES}
 
     return [
         _row("killed: blocks reported as written", total("written"), 0),
