@@ -64,7 +64,7 @@ SIZES = {
         {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 96, "max_num_batched_tokens": 1024},
     ),
     "cuda": Size(
-        *((2048, 8192, 32768), 3, 1, 12.0, 32.0, 8, 4096),
+        *((2048, 8192, 32768), 3, 1, 12.0, 32.0, 6, 2048),
         {"dtype": "bfloat16", "block_size": 16, "gpu_memory_utilization": 0.4, "load_format": "dummy"},
     ),
 }
@@ -88,6 +88,10 @@ class Bench:
 
     def kv(self, name: str, phase: str) -> Path:
         return self._folder / phase / name / "kv"
+
+    def clear(self, phase: str) -> None:
+        """Two phases may not fit on the disk."""
+        shutil.rmtree(self._folder / phase)
 
     def ledger(self, name: str, phase: str) -> Path:
         return self._folder / phase / name / "ledger"
@@ -210,10 +214,12 @@ def measure_speed(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     for number in range(1, args.rounds + 1):
         asked += [(tokens, 1000 * number + place) for place, tokens in enumerate(args.tokens)]
     computed, read = _in_turns(bench, asked), _in_turns(bench, asked)
+    sizes = {name: _bytes(bench, name, computed[name]) for name in NAMES}
+    bench.clear("speed")
     return {
         "ttft_ms": {tokens: _ttft(tokens, computed, read) for tokens in args.tokens},
         "engine_thread": {name: _calls([*computed[name], *read[name]]) for name in NAMES},
-        "bytes": {name: _bytes(bench, name, computed[name]) for name in NAMES},
+        "bytes": sizes,
     }
 
 
@@ -324,6 +330,7 @@ def measure_trouble(bench: Bench, number: int) -> dict[str, dict[str, Any]]:
                 side.ask("ask", prompt, size.prompt_tokens, f"alone-{prompt}")["tokens"] for prompt in cut
             ]
             found[name]["after_kill"] = _answers(side, cut, size.prompt_tokens, reference)
+    bench.clear(phase)
     return found
 
 

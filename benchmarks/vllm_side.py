@@ -46,7 +46,8 @@ class Ledger:
     def __init__(self, path: str | None) -> None:
         self.digests: dict[str, str] = {}
         self.written: set[str] = set()
-        self._fd = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self.keeps = path is not None
+        self._fd = -1 if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         if path is not None:
             for line in Path(path).read_text().splitlines():
                 self._take(json.loads(line))
@@ -64,7 +65,7 @@ class Ledger:
         return known is not None and known != _digest(value)
 
     def _note(self, entry: dict[str, Any]) -> None:
-        if self._fd is not None:
+        if self.keeps:
             self._take(entry)
             os.write(self._fd, json.dumps(entry).encode() + b"\n")
 
@@ -106,7 +107,7 @@ class Watch:
     def store(self, job: Any) -> None:
         self.stores[job.job_id] = list(job.keys)
         self.num["stored"] += len(self.stores[job.job_id])
-        if self.ledger._fd is not None:
+        if self.ledger.keeps:
             for key, slot in zip(self.stores[job.job_id], _slots(job), strict=True):
                 self.ledger.store(key, self._value(slot), self.prompt)
 

@@ -1,5 +1,5 @@
-"""The benchmark of the disk tier beside vLLM's own, made small: both serve every prefix from disk, neither loses
-a block to a kill -9, and Penstock serves no flipped bit. Takes minutes: `make plugins`."""
+"""The benchmark of the disk tier beside vLLM's own, made small: both serve every prefix from disk, neither
+loses a block to a kill -9, and Penstock serves no flipped bit. Takes minutes: `make plugins`."""
 
 from __future__ import annotations
 
