@@ -26,6 +26,7 @@ ResidencyName = Literal["exact", "scored"]
 ScorerName = Literal["qk", "lru"]
 AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
+EXPERT_ORDERS = ("lfu", "lru", "none")  # which experts stay on the device
 
 # Built-in models: the one with weights, and those for dummy weights (`models.registry` has their dimensions).
 EMBEDDED = "smollm2-135m"

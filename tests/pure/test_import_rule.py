@@ -27,6 +27,7 @@ LAYERS = (
     ),
     (
         "penstock.lanes",
+        "penstock.experts",
         "penstock.kv.blocks",
         "penstock.kv.memory",
         "penstock.models",
@@ -82,6 +83,7 @@ NO_TORCH = (
     "penstock.sanitizer",
     "penstock.trace",
     "penstock.text",
+    "penstock.experts",
     "penstock.plugins",
     *PURE_SPECULATION,
 )
