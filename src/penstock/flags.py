@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from penstock.config import (
     Config,
     EngineConfig,
+    ExpertsConfig,
     KvConfig,
     LoraConfig,
     ModelSource,
@@ -41,6 +42,7 @@ TITLES = {
     OffloadConfig: "KV offload",
     EngineConfig: "scheduling",
     SpeculationConfig: "speculative decoding",
+    ExpertsConfig: "experts",
     SanitizeConfig: "safety",
     TraceConfig: "trace",
     LoraConfig: "adapters",
@@ -281,6 +283,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "kv_offload_ssd_dir": _named,
     "kv_offload_remote": _store_url,
     "trace": lambda text: str(new_file(text)),
+    "record_routing": lambda text: str(new_file(text)),
 }
 
 

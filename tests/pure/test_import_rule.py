@@ -56,6 +56,7 @@ LAYERS = (
                 "pace",
                 "parts",
                 "recurrent",
+                "routed",
                 "sessions",
                 "cache_calls",
                 "stats",

@@ -31,7 +31,9 @@ class ExpertOrder(Protocol):
     """`scores` by expert. `tie`: less than what differs between two scores that count as different."""
 
     scores: NDArray[np.float64]
-    tie: float
+
+    @property
+    def tie(self) -> float: ...
 
     def begin(self) -> None:
         """A step begins."""

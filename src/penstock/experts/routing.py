@@ -116,7 +116,7 @@ def read_routing(path: Path, num_steps: int | None = None) -> RoutingTrace:
     if not good or not layers:
         raise ConfigError(f"{where}: experts and top_k must be counts, and layers a list of numbers")
     assert isinstance(num, int) and isinstance(top_k, int) and isinstance(layers, list)
-    steps = []
+    steps = list[RoutedStep]()
     for where, fields in lines:
         if num_steps is not None and len(steps) == num_steps:
             break
@@ -127,7 +127,7 @@ def read_routing(path: Path, num_steps: int | None = None) -> RoutingTrace:
 
 
 def _step(fields: Any, num_experts: int, num_layers: int, where: str) -> RoutedStep:
-    hits = fields.get("hits") if isinstance(fields, dict) else None
+    hits: Any = fields.get("hits") if isinstance(fields, dict) else None
     good = isinstance(hits, list) and len(hits) == num_layers and _are_counts([fields.get("tokens")])
     for own in hits if good and isinstance(hits, list) else ():
         even = isinstance(own, list) and len(own) % 2 == 0

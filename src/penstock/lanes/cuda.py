@@ -16,6 +16,7 @@ from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, look_again_s
+from penstock.lanes.launched import launched_fence
 from penstock.observe import LaneObserver
 
 
@@ -181,14 +182,15 @@ class CudaLane:
             return
         if fence.lane == self.name:
             return  # the stream is ordered
-        if not isinstance(fence, CudaFence):
+        point = launched_fence(fence)
+        if not isinstance(point, CudaFence):
             raise InvariantBroken(f"lane {self.name} cannot wait on the device for a fence of {fence.lane}")
         with self._lock:
             # a wait has a number of its own, so that fences before and after it differ
             self._num_submitted += 1
             if self._observer is not None:
                 self._observer.waited(self.name, fence.lane, fence.number)
-        self.stream.wait_event(fence.event)
+        self.stream.wait_event(point.event)
 
     @contextmanager
     def capture(self, label: str) -> Iterator[Capture]:

@@ -4,7 +4,7 @@ KV."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +92,7 @@ class TorchLayerOps:
                 inner = self.gated(x[own // top_k], experts.gate_up[slot])
                 found[own] = self.linear(inner, experts.down[slot])
 
-    def summed(
-        self, terms: Tensor, chosen: TokenExperts, experts: Experts, shared: Tensor | None
-    ) -> Tensor:
+    def summed(self, terms: Tensor, chosen: TokenExperts, experts: Experts, shared: Tensor | None) -> Tensor:
         terms = terms * chosen.weights.to(terms.dtype).unsqueeze(2)
         total = terms[:, 0]
         for rank in range(1, experts.routing.top_k):
@@ -131,6 +129,23 @@ class SteadyLayerOps(TorchLayerOps):
         """As a choice between x and 0: softmax is computed row by row. `Tensor.sigmoid` computes the last
         values of a tensor in another way than those before them."""
         return F.pad(x.unsqueeze(-1), (0, 1)).softmax(dim=-1)[..., 0]
+
+
+class OpsAround:
+    """The pieces of a layer as another `LayerOps` has them, for one that does some of them in another way."""
+
+    def __init__(self, ops: LayerOps) -> None:
+        self.linear, self.linear_shares, self.gated = ops.linear, ops.linear_shares, ops.gated
+        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
+        self.silu_mul, self.sigmoid = ops.silu_mul, ops.sigmoid
+        self.terms, self.add_terms, self.summed = ops.terms, ops.add_terms, ops.summed
+        self.ops = ops
+
+    def choose(self, x: Tensor, experts: Experts) -> Any:
+        return self.ops.choose(x, experts)
+
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
+        return routed_by(self, x, experts, shared)
 
 
 _ZERO = torch.zeros(())

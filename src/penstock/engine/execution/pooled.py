@@ -1,0 +1,391 @@
+"""Experts that are in host memory, and on the device as far as its slots go. Owns the slots' tensors, the
+copies into them, and the order of copies and products.
+
+    layer        compute lane   attention, router, choice
+    choice       compute lane   how many tokens each expert has, to the host
+    (launcher)                  waits for it; decides which experts come, and which make room
+    copy         copy lane      into slots, behind the products that read their earlier experts
+    experts      compute lane   products, behind the copies of these experts
+
+The launcher is a thread of its own (`lanes.launched`), so the engine thread never waits for a choice. If a
+layer hits more experts than there are slots, the last two come several times, in waves. While a layer's
+products run, experts that the next layer is likely to want are copied. A wrong guess costs a copy; products
+only read slots whose expert was chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.contract import Access, Fence, Mode
+from penstock.engine.execution.batch import Shape
+from penstock.engine.execution.forward import Flow, Forward, LayerOp
+from penstock.engine.execution.recorded import RecordingOps, RoutingCounts
+from penstock.engine.execution.staging import Uploads, move
+from penstock.errors import InvariantBroken
+from penstock.experts.order import Numbers, is_bulk
+from penstock.experts.slots import NONE, POOL, ExpertSlots, Move, Wave
+from penstock.figures import ExpertFigures
+from penstock.kv.memory import PinnedTensors
+from penstock.lanes.lane import Lane, Ticket
+from penstock.models.decoder import Decoder, DecoderLayer
+from penstock.models.experts import RoutedLayer
+from penstock.models.layers import OpsAround
+from penstock.models.model import Experts, LayerOps, RoutedTokens
+
+CHOICES = "expert choices"  # their name in declared accesses; a slot for each layer
+IN_HOST = "experts in host memory"
+_WHOLE = (0, 1)  # slots have no layers
+_GUESSED_SHARE = 4  # at most a part of all slots is filled by guesses at a time
+
+
+def routed_layers(model: Decoder) -> list[RoutedLayer]:
+    """Those with experts, in order."""
+    return [one for one in model.layers if isinstance(one, RoutedLayer) and one.experts is not None]
+
+
+def experts_of(layer: RoutedLayer) -> Experts:
+    assert layer.experts is not None
+    return layer.experts
+
+
+class Pending(NamedTuple):
+    """The input of a layer's experts and the choice of them, in place of what they return."""
+
+    ops: LayerOps
+    x: Tensor
+    experts: Experts
+    chosen: RoutedTokens
+    shared: Tensor | None
+    guess: RoutedTokens | None  # of the next layer with experts
+    terms: Tensor | None = None  # what experts returned so far
+
+
+class PooledOps(OpsAround):
+    """Stops at the choice: `routed` returns a `Pending`."""
+
+    def __init__(self, ops: LayerOps, guesser: LayerOps, following: Experts | None) -> None:
+        """`guesser` chooses from `following`, the next layer's router as it is applied here; None: nothing
+        is guessed."""
+        super().__init__(ops)
+        self._guesser, self._following = guesser, following
+
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Pending:
+        chosen, following = self.ops.choose(x, experts), self._following
+        guess = None
+        if following is not None and not is_bulk(len(x), experts.routing.top_k, experts.routing.num_experts):
+            guess = self._guesser.choose(x, following)
+        return Pending(self.ops, x, experts, chosen, shared, guess)
+
+
+def with_choices(model: Decoder, pooled: bool, guesses: bool, counts: RoutingCounts | None) -> Decoder:
+    """`model` with layers that count their choices of experts in `counts`, and, if they are `pooled`, stop at
+    them."""
+    layers, routed = list[DecoderLayer](model.layers), routed_layers(model)
+    if not pooled and counts is None:
+        return model
+    for one, following in zip(routed, [*routed[1:], None], strict=True):
+        ops: LayerOps = one.ops if counts is None else RecordingOps(one.ops, counts)
+        if pooled:
+            guess = _applied_before(following, one) if guesses and following is not None else None
+            ops = PooledOps(ops, one.ops, guess)
+        layers[one.index] = dataclasses.replace(one, ops=ops)
+    return model.with_layers(layers)
+
+
+def _applied_before(following: RoutedLayer, layer: RoutedLayer) -> Experts:
+    """The router of `following` for the input of the experts of `layer`: both are the residual stream, each
+    with the weight of its own norm."""
+    experts, own = experts_of(following), layer.ffn_norm.float()
+    ratio = torch.where(own.abs() < 1e-6, 0.0, following.ffn_norm.float() / own)
+    router = (experts.router.float() * ratio).to(experts.router.dtype)
+    return experts._replace(router=router.contiguous())
+
+
+class ExpertMemory:
+    """All experts in host memory, and the slots on the device."""
+
+    def __init__(self, model: Decoder, num_slots: int) -> None:
+        self.device = model.device
+        self.hosted = [(experts_of(one).gate_up, experts_of(one).down) for one in routed_layers(model)]
+        self.slots = tuple(_like(stack, num_slots, self.device) for stack in self.hosted[0])
+        self.num_slots = num_slots
+        self.expert_bytes = sum(stack[0].numel() * stack.element_size() for stack in self.hosted[0])
+        self.num_experts = len(self.hosted[0][0])
+        self._pinned = PinnedTensors([stack for both in self.hosted for stack in both], self.device)
+
+    def close(self) -> None:
+        """After the lanes."""
+        self._pinned.close()
+
+    def copy(self, moves: Sequence[Move]) -> None:
+        """An op of the copy lane."""
+        for number, slot in moves:
+            layer, expert = divmod(number, self.num_experts)
+            for source, dest in zip(self.hosted[layer], self.slots, strict=True):
+                dest[slot].copy_(source[expert], non_blocking=True)
+
+
+def _like(stack: Tensor, num: int, device: torch.device) -> Tensor:
+    """Room for so many matrices, laid out as in `stack`."""
+    if stack[0].is_contiguous():
+        return torch.empty(num, *stack.shape[1:], dtype=stack.dtype, device=device)
+    _, rows, width = stack.shape
+    return torch.empty(num, width, rows, dtype=stack.dtype, device=device).mT
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """Copies that were submitted together, and the fence behind them."""
+
+    moves: tuple[Move, ...]
+    ticket: Ticket
+    fence: Fence
+
+    def check(self) -> None:
+        """Raises the error of the copies."""
+        if (error := self.ticket.error()) is not None:
+            raise error
+
+
+class ExpertPool:
+    """Brings the experts that a layer's tokens have chosen. Called by the launcher alone, but for
+    `figures`."""
+
+    def __init__(
+        self, memory: ExpertMemory, slots: ExpertSlots, copies: Lane, inner: Lane, guesses: bool
+    ) -> None:
+        self.memory, self._slots, self._copies, self._inner = memory, slots, copies, inner
+        self._guesses = guesses
+        self._uploads = Uploads(memory.device, inner)
+        pinned, shape = memory.device.type == "cuda", (slots.num_layers, 2, slots.num_experts)
+        self._counts = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
+        self._flights: deque[_Flight] = deque()
+        self._landing: dict[int, _Flight] = {}  # by slot
+        self._guessed: set[int] = set()  # slots that no layer has wanted since
+        self._wanted: tuple[_Flight, float] | None = None  # copies that a layer waits for, and since when
+        self._last_guess: Numbers = np.empty(0, np.int64)  # experts of the next layer
+        self.counts = ExpertFigures(num_slots=memory.num_slots, num_experts=len(slots.slot_of))
+
+    def figures(self) -> ExpertFigures:
+        """A snapshot; from any thread."""
+        return dataclasses.replace(self.counts)
+
+    def launch(self, flow: Flow, row: int, after: Ticket | None) -> Ticket:
+        """The rest of layer `row` of those with experts: its products, once its choice is known."""
+        self._settle()
+        num_tokens, wanted, likely = self._wait_choice(flow, row, after)
+        top_k, num_experts = self._pending(flow).experts.routing.top_k, self._slots.num_experts
+        bulk = is_bulk(num_tokens, top_k, num_experts)
+        if row == 0:
+            self._slots.order.begin()
+        if not bulk:
+            self._slots.order.used(row * num_experts + wanted)
+        self._book_guess(wanted)
+        last, following = after, (row + 1) % self._slots.num_layers
+        if bulk and self._guesses:
+            likely = np.arange(num_experts)
+        elif following == 0:
+            likely = likely[:0]
+        while len(wanted):
+            wave = self._slots.bring(row, wanted)
+            wanted = np.setdiff1d(wanted, wave.experts, assume_unique=True)
+            self._book(wave)
+            flights = self._bring(wave)
+            guessed = self._prefetch(following, likely, bulk) if not len(wanted) else ()
+            last = self._submit(flow, row, wave, flights, last, is_last=not len(wanted))
+            self._slots.give_back(wave.slots, self._inner.record())
+            self._give_back_guessed(guessed)
+        self._last_guess = likely[:0] if bulk else likely
+        assert last is not None
+        return last
+
+    def close(self) -> None:
+        """After the lanes."""
+        self._slots.close()
+        self.memory.close()
+
+    # ------------------------------------------------------------------------------------------- the choice
+
+    def _wait_choice(self, flow: Flow, row: int, after: Ticket | None) -> tuple[int, Numbers, Numbers]:
+        """Tokens of the step, the experts that they have, and those that the next layer is likely to want.
+        Blocks until the layer's op is over; raises its error."""
+        read = self._inner.submit(
+            partial(self._read_choice, flow, row),
+            (Access(CHOICES, (row,), _WHOLE, Mode.WRITE),),
+            label="choice",
+            after=after,
+        )
+        point = self._inner.record()
+        if self._wanted is not None:  # those of the layer before, whose products come first
+            flight, since_s = self._wanted
+            flight.fence.wait_passed()
+            self.counts.waited_s += time.monotonic() - since_s
+            self._wanted = None
+        point.wait_passed()
+        if (error := read.error()) is not None:
+            raise error
+        self._inner.touch((Access(CHOICES, (row,), _WHOLE, Mode.READ),), label="choice")
+        chosen, guessed = self._counts[row].numpy().copy()
+        routing = self._pending(flow).experts.routing
+        return int(chosen.sum()) // routing.top_k, np.flatnonzero(chosen), np.flatnonzero(guessed)
+
+    def _read_choice(self, flow: Flow, row: int) -> None:
+        pending = self._pending(flow)
+        both = torch.zeros(2, self._slots.num_experts, dtype=torch.int32, device=pending.x.device)
+        for counts, tokens in zip(both, (pending.chosen, pending.guess), strict=True):
+            if tokens is not None:
+                ids = tokens.ids.flatten().long()
+                counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        move(self._counts[row], both)
+
+    @staticmethod
+    def _pending(flow: Flow) -> Pending:
+        if not isinstance(flow.hidden, Pending):
+            raise InvariantBroken("the experts of a layer run, and it has no choice of them")
+        return flow.hidden
+
+    # --------------------------------------------------------------------------------------------- copies
+
+    def _bring(self, wave: Wave) -> list[_Flight]:
+        """Submit what is missing; all copies, also earlier ones, that the wave has to wait for."""
+        if wave.moves:
+            flight = self._copy(wave.moves, "copy")
+            self._wanted = flight, time.monotonic()
+        return list(
+            dict.fromkeys(self._landing[slot] for slot in wave.slots.tolist() if slot in self._landing)
+        )
+
+    def _prefetch(self, layer: int, likely: Numbers, bulk: bool) -> tuple[Move, ...]:
+        most = self._slots.num_slots if bulk else max(1, self._slots.num_slots // _GUESSED_SHARE)
+        moves = self._slots.prefetch(layer, likely, most) if len(likely) and self._guesses else ()
+        if moves:
+            self._copy(moves, "prefetch")
+            self.counts.guessed += len(moves)
+            self._guessed.update(move.slot for move in moves)
+        return moves
+
+    def _give_back_guessed(self, moves: tuple[Move, ...]) -> None:
+        if moves:
+            slots = np.array([move.slot for move in moves], np.int64)
+            self._slots.give_back(slots, self._landing[moves[0].slot].fence)
+
+    def _copy(self, moves: tuple[Move, ...], label: str) -> _Flight:
+        """Behind the last work on each of the slots."""
+        into = [move.slot for move in moves]
+        for fence in self._slots.fences_of(into):
+            self._copies.wait(fence)
+        accesses = (
+            Access(IN_HOST, [move.expert for move in moves], _WHOLE, Mode.READ),
+            Access(POOL, into, _WHOLE, Mode.WRITE),
+        )
+        ticket = self._copies.submit(partial(self.memory.copy, moves), accesses, label=f"{label} of experts")
+        flight = _Flight(moves, ticket, self._copies.record())
+        self._flights.append(flight)
+        self._landing |= dict.fromkeys(into, flight)
+        self._guessed.difference_update(into)
+        self.counts.copied_bytes += len(moves) * self.memory.expert_bytes
+        return flight
+
+    def _settle(self) -> None:
+        """Forget copies that are over. Those that failed have brought nothing."""
+        while self._flights and self._flights[0].fence.passed():
+            flight = self._flights.popleft()
+            if flight.ticket.error() is not None:
+                self._slots.lose(flight.moves)
+            for one in flight.moves:
+                if self._landing.get(one.slot) is flight:
+                    del self._landing[one.slot]
+
+    # -------------------------------------------------------------------------------------------- products
+
+    def _submit(
+        self, flow: Flow, row: int, wave: Wave, flights: list[_Flight], after: Ticket | None, is_last: bool
+    ) -> Ticket:
+        if flights:  # in the order of the copy lane
+            self._inner.wait(max((one.fence for one in flights), key=lambda fence: fence.number))
+        places = np.full(self._slots.num_experts, NONE, np.int32)
+        places[wave.experts] = wave.slots
+        return self._inner.submit(
+            partial(self._add, flow, places, flights, is_last),
+            (Access(POOL, wave.slots, _WHOLE, Mode.READ),),
+            label=f"experts {row}",
+            after=after,
+        )
+
+    def _add(self, flow: Flow, places: NDArray[np.int32], flights: Sequence[_Flight], is_last: bool) -> None:
+        """An op: the products of the experts in `places`."""
+        for flight in flights:
+            flight.check()
+        pending = self._pending(flow)
+        ops, x, experts, chosen, shared = pending[:5]
+        terms = pending.terms
+        if terms is None:
+            terms = ops.terms(x, experts, shared is not None)
+            flow.hidden = pending._replace(terms=terms)  # type: ignore[assignment]
+        gate_up, down = self.memory.slots
+        here = experts._replace(gate_up=gate_up, down=down, slots=self._uploads.send(places).int())
+        ops.add_terms(x, here, chosen, terms)
+        if is_last:
+            flow.hidden = ops.summed(terms, chosen, experts, shared)
+
+    # ------------------------------------------------------------------------------------------------ counts
+
+    def _book_guess(self, wanted: Numbers) -> None:
+        if len(self._last_guess):
+            self.counts.foreseeable += len(wanted)
+            self.counts.foreseen += len(np.intersect1d(wanted, self._last_guess, assume_unique=True))
+
+    def _book(self, wave: Wave) -> None:
+        self.counts.missed += len(wave.moves)
+        self.counts.hit += len(wave.experts) - len(wave.moves)
+        used = self._guessed.intersection(wave.slots.tolist())
+        self.counts.guesses_used += len(used)
+        self._guessed -= used
+
+
+class ExpertsWork:
+    """The experts of one layer, as work of a step."""
+
+    def __init__(self, pool: ExpertPool, flow: Flow, row: int) -> None:
+        self._pool, self._flow, self._row = pool, flow, row
+
+    def __call__(self) -> None:
+        raise InvariantBroken("the experts of a layer are launched in parts")
+
+    def launch(self, inner: Lane, after: Ticket | None) -> Ticket:
+        return self._pool.launch(self._flow, self._row, after)
+
+
+class PooledForward(Forward):
+    """The pass of a model whose experts come and go: each layer with experts is two pieces of work."""
+
+    def __init__(self, pool: ExpertPool, *parts: Any) -> None:
+        """`parts`: what `Forward` takes."""
+        super().__init__(*parts)
+        self._pool = pool
+        self._rows = {f"layer {one.index}": row for row, one in enumerate(routed_layers(self.model))}
+
+    def captures(self, shape: Shape) -> bool:
+        """A replay cannot wait for a choice."""
+        return False
+
+    def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
+        found: list[LayerOp] = []
+        for one in super().ops(flow, is_decode):
+            found.append(one)
+            if (row := self._rows.get(one.label)) is not None:
+                work = ExpertsWork(self._pool, flow, row)
+                found.append(LayerOp(work, (one.layers[1], one.layers[1]), f"experts {row}"))
+        return found
