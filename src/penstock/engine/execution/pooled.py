@@ -19,7 +19,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,8 +150,14 @@ class _Flight:
     """Copies that were submitted together, and the fence behind them."""
 
     moves: tuple[Move, ...]
-    ticket: Ticket
-    fence: Fence
+    ticket: Ticket = field(init=False)
+    fence: Fence = field(init=False)
+    copied_s: float = 0.0  # monotonic; on a GPU when they were launched
+
+    def run(self, memory: ExpertMemory) -> None:
+        """An op of the copy lane."""
+        memory.copy(self.moves)
+        self.copied_s = time.monotonic()
 
     def check(self) -> None:
         """Raises the error of the copies."""
@@ -231,7 +237,8 @@ class ExpertPool:
         if self._wanted is not None:  # those of the layer before, whose products come first
             flight, since_s = self._wanted
             flight.fence.wait_passed()
-            self.counts.waited_s += time.monotonic() - since_s
+            end_s = time.monotonic() if self.memory.device.type == "cuda" else flight.copied_s
+            self.counts.waited_s += max(0.0, end_s - since_s)
             self._wanted = None
         point.wait_passed()
         if (error := read.error()) is not None:
@@ -290,8 +297,10 @@ class ExpertPool:
             Access(IN_HOST, [move.expert for move in moves], _WHOLE, Mode.READ),
             Access(POOL, into, _WHOLE, Mode.WRITE),
         )
-        ticket = self._copies.submit(partial(self.memory.copy, moves), accesses, label=f"{label} of experts")
-        flight = _Flight(moves, ticket, self._copies.record())
+        flight = _Flight(moves)
+        run = partial(flight.run, self.memory)
+        flight.ticket = self._copies.submit(run, accesses, label=f"{label} of experts")
+        flight.fence = self._copies.record()
         self._flights.append(flight)
         self._landing |= dict.fromkeys(into, flight)
         self._guessed.difference_update(into)
