@@ -82,7 +82,7 @@ from penstock.lanes.launched import LaunchedLane
 from penstock.models.adapters import blank_weights, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
-from penstock.models.loader import LoadedModel, inspect_model, load_model
+from penstock.models.loader import LoadedModel, ModelFacts, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
@@ -331,8 +331,11 @@ def _with_experts(setup: _Setup) -> Config:
         limit_memory(device, int(gib * GIB))
     if config.experts == ExpertsConfig():
         return config
+    return _as_routed(config, inspect_model(config.source, config.engine.max_model_len), device)
+
+
+def _as_routed(config: Config, facts: ModelFacts, device: torch.device) -> Config:
     dtype = _dtype(config, device)
-    facts = inspect_model(config.source, config.engine.max_model_len)
     rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
     room = _room_for_experts(config, free_bytes(device) - rest, facts.config, device)
     return for_experts(config, facts.config, dtype, room)
@@ -559,7 +562,7 @@ def check_ahead(config: Config) -> None:
     device = device_for(config)
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
-    config = for_recurrent(config, facts.config)
+    config = for_recurrent(_as_routed(config, facts, device), facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
     if config.speculation.kind == "eagle":
         draft_dims = _eagle_dims(config, facts.config)
@@ -570,8 +573,11 @@ def check_ahead(config: Config) -> None:
             num_parameters + draft.num_parameters,
             (f"{facts.name} and of its draft model {draft.name}"),
         )
-    needed = num_parameters * _dtype(config, device).itemsize
-    free = free_bytes(device)
+    dtype, free = _dtype(config, device), free_bytes(device)
+    needed = num_parameters * dtype.itemsize
+    if config.source.experts_in_host and device.type == "cuda":
+        every = all_expert_bytes(facts.config, dtype)
+        needed -= every - (config.experts.wanted_bytes(every) or 0)
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")

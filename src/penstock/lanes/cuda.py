@@ -16,7 +16,7 @@ from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, look_again_s
-from penstock.lanes.launched import launched_fence
+from penstock.lanes.launched import LaunchedLane, launched_fence
 from penstock.observe import LaneObserver
 
 
@@ -285,6 +285,8 @@ def make_lane(
 def as_current(lane: Lane) -> AbstractContextManager[None]:
     """Around a thread's submissions to `lane`, so that it need not switch streams for each op. A lane with
     its own thread needs nothing."""
+    if isinstance(lane, LaunchedLane):
+        return as_current(lane.inner)
     return lane.current() if isinstance(lane, CudaLane) else nullcontext()
 
 

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket
 from penstock.observe import LaneObserver
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -54,9 +57,9 @@ class _Bound:
     def is_bound(self) -> bool:
         return self._over.is_set()
 
-    def wait_bound(self, timeout_s: float | None) -> None:
+    def wait_bound(self, lane: str, timeout_s: float | None) -> None:
         if not self._over.wait(timeout_s):
-            raise DeadlineExceeded(f"work was not launched within {timeout_s} s")
+            raise DeadlineExceeded(f"lane {lane}: work was not launched within {timeout_s} s")
 
 
 class LaunchedFence:
@@ -91,7 +94,7 @@ class LaunchedFence:
 
     def wait_launched(self, timeout_s: float | None = None) -> Fence:
         """Block until there is such a point on the inner lane."""
-        self.bound.wait_bound(timeout_s)
+        self.bound.wait_bound(self._lane.name, timeout_s)
         if self.bound.failure is not None:
             raise self.bound.failure
         assert self.bound.inner is not None
@@ -120,7 +123,7 @@ class LaunchedTicket:
 
     def wait_done(self, timeout_s: float | None = None) -> None:
         started = time.monotonic()
-        self.bound.wait_bound(timeout_s)
+        self.bound.wait_bound(self._lane.name, timeout_s)
         if self.bound.failure is not None:
             raise self.bound.failure
         self.bound.inner.wait_done(_left(started, timeout_s))  # type: ignore[union-attr]
@@ -148,10 +151,12 @@ class LaunchedLane:
         if self._recording is not None:
             return self.inner.submit(op, accesses, label=label)
 
-        def launch() -> Ticket:
+        def launch(number: int) -> Ticket:
             if isinstance(op, LaunchedWork):
-                return op.launch(self.inner, after)
-            return self.inner.submit(op, label=label, after=after)
+                return self._reported(number, lambda: op.launch(self.inner, after))
+            if self._observer is None:
+                return self.inner.submit(op, label=label, after=after)
+            return self.inner.submit(lambda: self._reported(number, op, after), label=label)
 
         return self._enqueue(launch, label, accesses)
 
@@ -194,7 +199,15 @@ class LaunchedLane:
     def replay(
         self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
     ) -> Ticket:
-        return self._enqueue(lambda: self.inner.replay(replay, after=after), replay.label, accesses)
+        if not isinstance(replay, Replay):
+            raise InvariantBroken(
+                f"lane {self.name} cannot replay {replay!r}: it was captured on another backend"
+            )
+
+        def launch(number: int) -> Ticket:
+            return self.inner.submit(lambda: self._reported(number, replay.run, after), label=replay.label)
+
+        return self._enqueue(launch, replay.label, accesses)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
         if self._observer is not None:
@@ -218,15 +231,29 @@ class LaunchedLane:
         if self._observer is not None:
             self._observer.host_waited(self.name, number, seconds)
 
-    def _enqueue(self, launch: _Launching, label: str, accesses: Sequence[Access]) -> Ticket:
+    def _enqueue(self, launch: Callable[[int], Ticket], label: str, accesses: Sequence[Access]) -> Ticket:
         with self._submitting:
             self._check_open(label)
             ticket = LaunchedTicket(self, self._num_submitted + 1, label)
             if self._observer is not None:
                 self._observer.submitted(self.name, ticket.number, label, accesses)
             self._num_submitted += 1  # only after the observer agreed
-            self._launch(launch, ticket.bound, label)
+            self._launch(partial(launch, ticket.number), ticket.bound, label)
         return ticket
+
+    def _reported(self, number: int, run: Callable[[], T], after: Ticket | None = None) -> T:
+        """Skipped if `after` has failed. The observer hears how it ended."""
+        error: BaseException | None = None
+        try:
+            if after is not None and (failed := after.error()) is not None:
+                raise failed
+            return run()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if self._observer is not None:
+                self._observer.finished(self.name, number, error)
 
     def _wait_inside(self, fence: Fence) -> None:
         try:
@@ -239,7 +266,7 @@ class LaunchedLane:
         if self._closed:
             raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
 
-    def _launch(self, launch: _Launching, bound: _Bound, label: str) -> None:
+    def _launch(self, launch: Callable[[], Ticket | Fence | None], bound: _Bound, label: str) -> None:
         def run() -> None:
             try:
                 if self._failure is not None:
@@ -249,10 +276,6 @@ class LaunchedLane:
                 bound.bind(None, error)
 
         self._launcher.submit(run, label=f"launch {label}")
-
-
-class _Launching(Protocol):
-    def __call__(self) -> Ticket | Fence | None: ...
 
 
 def launched_fence(fence: Fence) -> Fence:
