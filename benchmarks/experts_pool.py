@@ -62,18 +62,19 @@ class BiasedOps(OpsAround):
 @contextmanager
 def routing(name: str) -> Iterator[None]:
     """Engines that are built meanwhile route so."""
-    original: Any = build_module.with_choices
+    names: dict[str, Any] = vars(build_module)
+    original = names["with_choices"]
 
     def biased(model: Decoder, *others: Any) -> Decoder:
         layers = [replaced(layer) for layer in model.layers]
         return original(model.with_layers(layers), *others)
 
     if name == "zipf":
-        build_module.with_choices = biased  # type: ignore[attr-defined]
+        names["with_choices"] = biased
     try:
         yield
     finally:
-        build_module.with_choices = original  # type: ignore[attr-defined]
+        names["with_choices"] = original
 
 
 def replaced(layer: Any) -> Any:

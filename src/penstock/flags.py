@@ -304,7 +304,8 @@ VLLM = {
     "block-size": "`--block-tokens`",
     "enable-prefix-caching no-enable-prefix-caching": "on; `--no-prefix-cache` turns it off",
     "kv-offloading-size swap-space cpu-offload-gb": (
-        "`--kv-offload-host-gib`: GiB of host memory for KV; for weights there is none"
+        "`--kv-offload-host-gib`: GiB of host memory for KV; of weights only experts may be there: "
+        "`--experts-on-device`"
     ),
     "kv-events-config": "`--kv-events`, `--kv-events-replay`, `--kv-events-topic`",
     "kv-transfer-config kv-offloading-backend": "`--kv-offload-ssd-dir`, `--kv-offload-remote`",

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 from penstock.contract import Access, Fence
@@ -238,7 +237,7 @@ class LaunchedLane:
             if self._observer is not None:
                 self._observer.submitted(self.name, ticket.number, label, accesses)
             self._num_submitted += 1  # only after the observer agreed
-            self._launch(partial(launch, ticket.number), ticket.bound, label)
+            self._launch(lambda: self._unless_failed(launch, ticket.number), ticket.bound, label)
         return ticket
 
     def _reported(self, number: int, run: Callable[[], T], after: Ticket | None = None) -> T:
@@ -255,6 +254,11 @@ class LaunchedLane:
             if self._observer is not None:
                 self._observer.finished(self.name, number, error)
 
+    def _unless_failed(self, launch: Callable[[int], Ticket], number: int) -> Ticket:
+        if self._failure is not None:
+            raise self._failure
+        return launch(number)
+
     def _wait_inside(self, fence: Fence) -> None:
         try:
             self.inner.wait(launched_fence(fence))
@@ -269,8 +273,6 @@ class LaunchedLane:
     def _launch(self, launch: Callable[[], Ticket | Fence | None], bound: _Bound, label: str) -> None:
         def run() -> None:
             try:
-                if self._failure is not None:
-                    raise self._failure
                 bound.bind(launch())
             except BaseException as error:  # its waiters must not wait for good
                 bound.bind(None, error)
