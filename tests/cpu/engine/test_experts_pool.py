@@ -21,9 +21,13 @@ from penstock.engine import build as build_module
 from penstock.engine import routed
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution import pooled as pooled_module
 from penstock.errors import ConfigError, ModelError
 from penstock.experts.routing import read_routing
+from penstock.models.experts import RoutedLayer
+from penstock.models.model import Experts
 from penstock.models.progress import silent
+from penstock.observe import Observers
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import (
@@ -34,6 +38,7 @@ from penstock.testing.tiny_models import (
     write_tiny_model,
 )
 from tests.cpu.engine.test_stress import crowd, random_request
+from tests.pure.lanes.lane_rules import Heard
 from tests.support.driving import Collected, run_all, settle_all, submit, tiny_config
 from tests.support.forced import forced
 from tests.support.guesses import Guess
@@ -91,6 +96,47 @@ def test_tokens_are_those_of_an_engine_with_all_experts_on_the_device(
     assert figures is not None and figures.missed > 0
     assert (figures.guessed > 0) is guesses
     assert figures.copied_bytes == (figures.missed + figures.guessed) * 3 * 64 * 32 * 4
+
+
+def test_a_wrong_guess_costs_a_copy_and_no_token(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_router(following: RoutedLayer, layer: RoutedLayer) -> Experts:
+        experts = pooled_module.experts_of(following)
+        return experts._replace(router=-experts.router)
+
+    engine = make("50%")
+    wanted = answers(engine, ASKED)
+    right = engine.stats().experts
+    monkeypatch.setattr(pooled_module, "_applied_before", reversed_router)
+    engine = make("50%")
+    assert answers(engine, ASKED) == wanted == answers(make(), ASKED)
+    wrong = engine.stats().experts
+    assert wrong is not None and right is not None
+    assert wrong.foreseen < right.foreseen and wrong.guesses_used < wrong.guessed
+
+
+def test_experts_of_the_next_layer_stream_in_while_this_one_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt of 64 tokens hits all eight experts of each layer. Of three layers, two fit: only the first is
+    waited for."""
+    heard = Heard()
+    config = pooled(tiny_config("tiny-qwen3-moe"), "67%")
+    engine = build(config, observers=Observers(lanes=(heard,)))
+    submit(engine, prompts(64)[0], max_tokens=1)
+    run_all(engine)
+    engine.close(timeout_s=20.0)
+    told = [event[2] for event in heard.of("submitted") if event[1] in ("experts", "compute, launched")]
+    order = [label for label in told if "experts" in label]
+    assert order == [
+        "copy of experts",
+        "prefetch of experts",
+        "experts 0",
+        "prefetch of experts",
+        "experts 1",
+        "experts 2",
+    ]
+    figures = engine.stats().experts
+    assert figures is not None and (figures.missed, figures.hit) == (8, 16)
 
 
 @pytest.mark.parametrize("order", ["lru", "none"])

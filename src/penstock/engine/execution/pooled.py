@@ -200,10 +200,10 @@ class ExpertPool:
             self._slots.order.used(row * num_experts + wanted)
         self._book_guess(wanted)
         last, following = after, (row + 1) % self._slots.num_layers
-        if bulk and self._guesses:
-            likely = np.arange(num_experts)
-        elif following == 0:
+        if following == 0:  # the next step may be of another kind
             likely = likely[:0]
+        elif bulk and self._guesses:
+            likely = np.arange(num_experts)
         while len(wanted):
             wave = self._slots.bring(row, wanted)
             wanted = np.setdiff1d(wanted, wave.experts, assume_unique=True)
