@@ -25,8 +25,9 @@ from penstock.engine.execution import pooled as pooled_module
 from penstock.errors import ConfigError, ModelError
 from penstock.experts.routing import read_routing
 from penstock.models.experts import RoutedLayer
-from penstock.models.model import Experts
+from penstock.models.model import Experts, Routing
 from penstock.models.progress import silent
+from penstock.models.registry import BUILT_IN
 from penstock.observe import Observers
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
@@ -224,6 +225,21 @@ def test_shared_experts_and_dense_layers_stay_where_they_are(name: str, tmp_path
         source = dataclasses.replace(config.source, model=str(tmp_path), load_format="auto")
         engine, sanitizer = build_sanitized(dataclasses.replace(config, source=source))
         found.append(answers(engine, asked))
+        engine.close(timeout_s=20.0)
+        check_silent(sanitizer)
+    assert found[0] == found[1]
+
+
+def test_recurrent_layers_have_experts_in_the_pool_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    routing = Routing(8, top_k=2, ffn=32, normalised=True, shared_ffn=32)
+    hybrid = dataclasses.replace(BUILT_IN["tiny-qwen3.5"], architecture="qwen3_5_moe", routing=routing)
+    monkeypatch.setitem(BUILT_IN, "tiny-hybrid", hybrid)
+    asked, found = prompts(9, 150), []
+    for share in (None, "25%"):
+        config = pooled(tiny_config("tiny-hybrid", host_blocks=200), share)
+        engine, sanitizer = build_sanitized(config)
+        found.append([answers(engine, asked) for _ in range(2)])
+        assert engine.stats().prompt_tokens["device"] > 0, "a kept state was used"
         engine.close(timeout_s=20.0)
         check_silent(sanitizer)
     assert found[0] == found[1]
