@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 class Wave(NamedTuple):
     """Experts of one layer that are on the device together, their slots in the same order, and what is
-    missing of them. The slots are held."""
+    missing of them: the last ones. The slots are held."""
 
     experts: Numbers
     slots: Numbers
@@ -95,6 +95,12 @@ class ExpertSlots:
         if self._observer is not None and told:
             self._observer.returned(POOL, told, POOL, fence)
             self._observer.moved(POOL, told, _HELD, _IDLE, POOL)
+
+    def abandon(self) -> None:
+        """Launching failed, and all work on held slots is over: they are empty from now on."""
+        held = np.flatnonzero(self._is_held)
+        self.lose(Move(int(self.expert_of[slot]), int(slot)) for slot in held if self.expert_of[slot] != NONE)
+        self.give_back(held, None)
 
     def lose(self, moves: Iterable[Move]) -> None:
         """Their copies failed: no expert is in these slots, which stay as they are otherwise."""

@@ -307,6 +307,26 @@ def test_a_copy_that_fails_fails_its_step_and_is_made_again(
     assert answers(engine, ASKED) == wanted
 
 
+def test_a_copy_that_cannot_be_submitted_fails_its_step_and_holds_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, wanted = make("25%"), answers(make(), ASKED)
+    lane = next(one for one in engine.parts.lanes if one.name == "experts")
+    submitted, left = lane.submit, [1, 2]
+
+    def submit_copy(*args: Any, **more: Any) -> Any:
+        if left:
+            left.pop()
+            raise OSError("no copy engine is left")
+        return submitted(*args, **more)
+
+    monkeypatch.setattr(lane, "submit", submit_copy)
+    found = [submit(engine, prompt) for prompt in ASKED]
+    run_all(engine)
+    assert any(one.error is not None and "no copy engine" in one.error for one in found)
+    assert answers(engine, ASKED) == wanted
+
+
 # -------------------------------------------------------------------------------------------------- bad input
 
 

@@ -199,21 +199,34 @@ class ExpertPool:
         if not bulk:
             self._slots.order.used(row * num_experts + wanted)
         self._book_guess(wanted)
-        last, following = after, (row + 1) % self._slots.num_layers
-        if following == 0:  # the next step may be of another kind
+        if row + 1 == self._slots.num_layers or not self._guesses:  # the next step may be of another kind
             likely = likely[:0]
-        elif bulk and self._guesses:
+        elif bulk:
             likely = np.arange(num_experts)
-        while len(wanted):
+        self._last_guess = likely[:0] if bulk else likely
+        try:
+            return self._launch_waves(flow, row, wanted, (likely, bulk), after)
+        except BaseException:
+            self._copies.drain()
+            self._inner.drain()
+            self._slots.abandon()
+            raise
+
+    def _launch_waves(
+        self, flow: Flow, row: int, wanted: Numbers, guess: tuple[Numbers, bool], after: Ticket | None
+    ) -> Ticket:
+        last, is_last = after, False
+        while not is_last:
             wave = self._slots.bring(row, wanted)
-            wanted = np.setdiff1d(wanted, wave.experts, assume_unique=True)
+            is_last = len(wave.experts) == len(wanted)
             self._book(wave)
             flights = self._bring(wave)
-            guessed = self._prefetch(following, likely, bulk) if not len(wanted) else ()
-            last = self._submit(flow, row, wave, flights, last, is_last=not len(wanted))
+            guessed = self._prefetch(row + 1, *guess) if is_last else ()
+            last = self._submit(flow, row, wave, flights, last, is_last)
             self._slots.give_back(wave.slots, self._inner.record())
             self._give_back_guessed(guessed)
-        self._last_guess = likely[:0] if bulk else likely
+            if not is_last:
+                wanted = np.setdiff1d(wanted, wave.experts, assume_unique=True)
         assert last is not None
         return last
 
@@ -276,7 +289,7 @@ class ExpertPool:
 
     def _prefetch(self, layer: int, likely: Numbers, bulk: bool) -> tuple[Move, ...]:
         most = self._slots.num_slots if bulk else max(1, self._slots.num_slots // _GUESSED_SHARE)
-        moves = self._slots.prefetch(layer, likely, most) if len(likely) and self._guesses else ()
+        moves = self._slots.prefetch(layer, likely, most) if len(likely) else ()
         if moves:
             self._copy(moves, "prefetch")
             self.counts.guessed += len(moves)
@@ -357,9 +370,10 @@ class ExpertPool:
             self.counts.foreseen += len(np.intersect1d(wanted, self._last_guess, assume_unique=True))
 
     def _book(self, wave: Wave) -> None:
+        num_hit = len(wave.experts) - len(wave.moves)
         self.counts.missed += len(wave.moves)
-        self.counts.hit += len(wave.experts) - len(wave.moves)
-        used = self._guessed.intersection(wave.slots.tolist())
+        self.counts.hit += num_hit
+        used = self._guessed.intersection(wave.slots[:num_hit].tolist())
         self.counts.guesses_used += len(used)
         self._guessed -= used
 
