@@ -60,11 +60,10 @@ def for_experts(config: Config, dims: ModelConfig, dtype: torch.dtype, room: int
             f"--experts-on-device {experts.on_device}: all experts take {needed / GIB:.2f} GiB of host "
             f"memory, of which {free / GIB:.2f} GiB are free"
         )
-    engine = replace(config.engine, capture=False)
     source = replace(config.source, experts_in_host=True)
     if room is None and dtype == torch.float32:  # a CPU would choose another form
         source = replace(source, weights="float32")
-    return replace(config, engine=engine, source=source)
+    return replace(config, source=source)
 
 
 def _check_source(config: Config) -> None:

@@ -16,8 +16,7 @@ from queue import SimpleQueue
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.lanes.lane import Capture, Op, Replay, Ticket
-from penstock.lanes.launched import launched_fence
+from penstock.lanes.lane import Capture, Op, Replay, Ticket, launched_fence
 from penstock.observe import LaneObserver
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuLane
-from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, look_again_s
-from penstock.lanes.launched import LaunchedLane, launched_fence
+from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, launched_fence, look_again_s
+from penstock.lanes.launched import LaunchedLane
 from penstock.observe import LaneObserver
 
 

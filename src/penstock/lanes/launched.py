@@ -7,8 +7,8 @@ Several such lanes may share a launcher: then work is launched in the order of a
 observer it is a lane like any other: work has its number when it is submitted, whatever the launcher does
 later. The inner lane has another name; what `LaunchedWork` submits there is observed there.
 
-A lane that waits for a fence of this one needs a point on the inner lane. `launched_fence` waits until there
-is one; a thread that must not block does not call it.
+A lane that waits for a fence of this one needs a point on the inner lane: `launched_fence` waits until there
+is one. A thread that must not block does not call it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket
+from penstock.lanes.cpu import CpuLane, CpuReplay, CpuTicket
+from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, launched_fence
 from penstock.observe import LaneObserver
 
 T = TypeVar("T")
@@ -147,8 +148,12 @@ class LaunchedLane:
     def submit(
         self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
     ) -> Ticket:
-        if self._recording is not None:
-            return self.inner.submit(op, accesses, label=label)
+        if (recording := self._recording) is not None:
+            if not isinstance(self.inner, CpuLane):
+                return self.inner.submit(op, label=label)
+            recording.check_thread(label)
+            recording.ops.append(op)
+            return CpuTicket(self.inner, 0, label)
 
         def launch(number: int) -> Ticket:
             if isinstance(op, LaunchedWork):
@@ -186,14 +191,29 @@ class LaunchedLane:
 
     @contextmanager
     def capture(self, label: str) -> Iterator[Capture]:
-        """Nothing may be launched meanwhile."""
-        self._launcher.drain()
-        with self.inner.capture(label) as recording:
-            self._recording = recording
-            try:
+        """A stream captures what is launched, so nothing else may be launched meanwhile. A list of calls is
+        made without the inner lane."""
+        if self._recording is not None:
+            raise InvariantBroken(
+                f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}"
+            )
+        if isinstance(self.inner, CpuLane):
+            recording = Capture(self.name, label)
+            with self._recorded(recording):
                 yield recording
-            finally:
-                self._recording = None
+            recording.made = CpuReplay.of(recording)
+            return
+        self._launcher.drain()
+        with self.inner.capture(label) as recording, self._recorded(recording):
+            yield recording
+
+    @contextmanager
+    def _recorded(self, recording: Capture) -> Iterator[None]:
+        self._recording = recording
+        try:
+            yield
+        finally:
+            self._recording = None
 
     def replay(
         self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
@@ -204,7 +224,10 @@ class LaunchedLane:
             )
 
         def launch(number: int) -> Ticket:
-            return self.inner.submit(lambda: self._reported(number, replay.run, after), label=replay.label)
+            run = replay.run
+            if isinstance(run, LaunchedWork):
+                return self._reported(number, lambda: run.launch(self.inner, after))
+            return self.inner.submit(lambda: self._reported(number, run, after), label=replay.label)
 
         return self._enqueue(launch, replay.label, accesses)
 
@@ -278,11 +301,6 @@ class LaunchedLane:
                 bound.bind(None, error)
 
         self._launcher.submit(run, label=f"launch {label}")
-
-
-def launched_fence(fence: Fence) -> Fence:
-    """One that any lane can wait for on the device. Blocks until the work before it is launched."""
-    return fence.wait_launched() if isinstance(fence, LaunchedFence) else fence
 
 
 def _left(started: float, timeout_s: float | None) -> float | None:

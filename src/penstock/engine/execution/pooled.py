@@ -18,19 +18,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.batch import Shape
-from penstock.engine.execution.forward import Flow, Forward, LayerOp
+from penstock.engine.execution.forward import Flow, Forward, LayerOp, Recorder
 from penstock.engine.execution.recorded import RecordingOps, RoutingCounts
 from penstock.engine.execution.staging import Uploads, move
 from penstock.errors import InvariantBroken
@@ -38,7 +37,7 @@ from penstock.experts.order import Numbers, is_bulk
 from penstock.experts.slots import NONE, POOL, ExpertSlots, Move, Wave
 from penstock.figures import ExpertFigures
 from penstock.kv.memory import PinnedTensors
-from penstock.lanes.lane import Lane, Ticket
+from penstock.lanes.lane import Lane, Op, Replay, Ticket
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.experts import RoutedLayer
 from penstock.models.layers import OpsAround
@@ -47,7 +46,12 @@ from penstock.models.model import Experts, LayerOps, RoutedTokens
 CHOICES = "expert choices"  # their name in declared accesses; a slot for each layer
 IN_HOST = "experts in host memory"
 _WHOLE = (0, 1)  # slots have no layers
+_MOST_CAPTURED = 32  # tokens of a captured step: its pieces keep what each layer hands on
 _GUESSED_SHARE = 4  # at most a part of all slots is filled by guesses at a time
+
+
+def choice_access(row: int, mode: Mode) -> Access:
+    return Access(CHOICES, (row,), _WHOLE, mode)
 
 
 def routed_layers(model: Decoder) -> list[RoutedLayer]:
@@ -123,6 +127,7 @@ class ExpertMemory:
         self.num_slots = num_slots
         self.expert_bytes = sum(stack[0].numel() * stack.element_size() for stack in self.hosted[0])
         self.num_experts = len(self.hosted[0][0])
+        self.top_k = experts_of(routed_layers(model)[0]).routing.top_k
         self._pinned = PinnedTensors([stack for both in self.hosted for stack in both], self.device)
 
     def close(self) -> None:
@@ -172,11 +177,16 @@ class ExpertPool:
     def __init__(
         self, memory: ExpertMemory, slots: ExpertSlots, copies: Lane, inner: Lane, guesses: bool
     ) -> None:
+        self.top_k = memory.top_k
+        # of captured pieces: the slot of each expert
+        shape = slots.num_layers, slots.num_experts
+        self.places = torch.zeros(shape, dtype=torch.int32, device=memory.device)
         self.memory, self._slots, self._copies, self._inner = memory, slots, copies, inner
         self._guesses = guesses
         self._uploads = Uploads(memory.device, inner)
-        pinned, shape = memory.device.type == "cuda", (slots.num_layers, 2, slots.num_experts)
-        self._counts = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
+        pinned = memory.device.type == "cuda"
+        counts = slots.num_layers, 2, slots.num_experts
+        self._counts = torch.empty(counts, dtype=torch.int32, pin_memory=pinned)
         self._flights: deque[_Flight] = deque()
         self._landing: dict[int, _Flight] = {}  # by slot
         self._guessed: set[int] = set()  # slots that no layer has wanted since
@@ -188,12 +198,12 @@ class ExpertPool:
         """A snapshot; from any thread."""
         return dataclasses.replace(self.counts)
 
-    def launch(self, flow: Flow, row: int, after: Ticket | None) -> Ticket:
-        """The rest of layer `row` of those with experts: its products, once its choice is known."""
+    def launch(self, layer: LayerWork, after: Ticket | None) -> Ticket:
+        """The rest of a layer: its products, once its choice is known."""
         self._settle()
-        num_tokens, wanted, likely = self._wait_choice(flow, row, after)
-        top_k, num_experts = self._pending(flow).experts.routing.top_k, self._slots.num_experts
-        bulk = is_bulk(num_tokens, top_k, num_experts)
+        row, num_experts = layer.row, self._slots.num_experts
+        num_tokens, wanted, likely = self._wait_choice(layer, after)
+        bulk = is_bulk(num_tokens, self.top_k, num_experts)
         if row == 0:
             self._slots.order.begin()
         if not bulk:
@@ -205,7 +215,7 @@ class ExpertPool:
             likely = np.arange(num_experts)
         self._last_guess = likely[:0] if bulk else likely
         try:
-            return self._launch_waves(flow, row, wanted, (likely, bulk), after)
+            return self._launch_waves(layer, wanted, (likely, bulk), after)
         except BaseException:
             self._copies.drain()
             self._inner.drain()
@@ -213,16 +223,16 @@ class ExpertPool:
             raise
 
     def _launch_waves(
-        self, flow: Flow, row: int, wanted: Numbers, guess: tuple[Numbers, bool], after: Ticket | None
+        self, layer: LayerWork, wanted: Numbers, guess: tuple[Numbers, bool], after: Ticket | None
     ) -> Ticket:
         last, is_last = after, False
         while not is_last:
-            wave = self._slots.bring(row, wanted)
+            wave = self._slots.bring(layer.row, wanted)
             is_last = len(wave.experts) == len(wanted)
             self._book(wave)
             flights = self._bring(wave)
-            guessed = self._prefetch(row + 1, *guess) if is_last else ()
-            last = self._submit(flow, row, wave, flights, last, is_last)
+            guessed = self._prefetch(layer.row + 1, *guess) if is_last else ()
+            last = self._submit(layer, wave, flights, is_last, last)
             self._slots.give_back(wave.slots, self._inner.record())
             self._give_back_guessed(guessed)
             if not is_last:
@@ -237,15 +247,10 @@ class ExpertPool:
 
     # ------------------------------------------------------------------------------------------- the choice
 
-    def _wait_choice(self, flow: Flow, row: int, after: Ticket | None) -> tuple[int, Numbers, Numbers]:
+    def _wait_choice(self, layer: LayerWork, after: Ticket | None) -> tuple[int, Numbers, Numbers]:
         """Tokens of the step, the experts that they have, and those that the next layer is likely to want.
         Blocks until the layer's op is over; raises its error."""
-        read = self._inner.submit(
-            partial(self._read_choice, flow, row),
-            (Access(CHOICES, (row,), _WHOLE, Mode.WRITE),),
-            label="choice",
-            after=after,
-        )
+        read = layer.submit_choice(self._inner, after)
         point = self._inner.record()
         if self._wanted is not None:  # those of the layer before, whose products come first
             flight, since_s = self._wanted
@@ -256,25 +261,19 @@ class ExpertPool:
         point.wait_passed()
         if (error := read.error()) is not None:
             raise error
-        self._inner.touch((Access(CHOICES, (row,), _WHOLE, Mode.READ),), label="choice")
-        chosen, guessed = self._counts[row].numpy().copy()
-        routing = self._pending(flow).experts.routing
-        return int(chosen.sum()) // routing.top_k, np.flatnonzero(chosen), np.flatnonzero(guessed)
+        self._inner.touch((choice_access(layer.row, Mode.READ),), label="choice")
+        chosen, guessed = self._counts[layer.row].numpy().copy()
+        return int(chosen.sum()) // self.top_k, np.flatnonzero(chosen), np.flatnonzero(guessed)
 
-    def _read_choice(self, flow: Flow, row: int) -> None:
-        pending = self._pending(flow)
+    def count(self, row: int, pending: Pending, is_real: Tensor | None) -> None:
+        """An op: how many tokens each expert has, to the host. `is_real` [T]: tokens that are no padding."""
         both = torch.zeros(2, self._slots.num_experts, dtype=torch.int32, device=pending.x.device)
         for counts, tokens in zip(both, (pending.chosen, pending.guess), strict=True):
             if tokens is not None:
-                ids = tokens.ids.flatten().long()
-                counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+                ids = tokens.ids.long()
+                ones = torch.ones_like(ids) if is_real is None else is_real[:, None].expand_as(ids)
+                counts.scatter_add_(0, ids.flatten(), ones.flatten().int())
         move(self._counts[row], both)
-
-    @staticmethod
-    def _pending(flow: Flow) -> Pending:
-        if not isinstance(flow.hidden, Pending):
-            raise InvariantBroken("the experts of a layer run, and it has no choice of them")
-        return flow.hidden
 
     # --------------------------------------------------------------------------------------------- copies
 
@@ -333,34 +332,27 @@ class ExpertPool:
     # -------------------------------------------------------------------------------------------- products
 
     def _submit(
-        self, flow: Flow, row: int, wave: Wave, flights: list[_Flight], after: Ticket | None, is_last: bool
+        self, layer: LayerWork, wave: Wave, flights: list[_Flight], is_last: bool, after: Ticket | None
     ) -> Ticket:
         if flights:  # in the order of the copy lane
             self._inner.wait(max((one.fence for one in flights), key=lambda fence: fence.number))
         places = np.full(self._slots.num_experts, NONE, np.int32)
         places[wave.experts] = wave.slots
-        return self._inner.submit(
-            partial(self._add, flow, places, flights, is_last),
-            (Access(POOL, wave.slots, _WHOLE, Mode.READ),),
-            label=f"experts {row}",
-            after=after,
-        )
 
-    def _add(self, flow: Flow, places: NDArray[np.int32], flights: Sequence[_Flight], is_last: bool) -> None:
-        """An op: the products of the experts in `places`."""
-        for flight in flights:
-            flight.check()
-        pending = self._pending(flow)
-        ops, x, experts, chosen, shared = pending[:5]
-        terms = pending.terms
-        if terms is None:
-            terms = ops.terms(x, experts, shared is not None)
-            flow.hidden = pending._replace(terms=terms)  # type: ignore[assignment]
+        def landed() -> Tensor:
+            for flight in flights:
+                flight.check()
+            return self._uploads.send(places)
+
+        products = Products(landed, Access(POOL, wave.slots, _WHOLE, Mode.READ), is_last)
+        return layer.submit_products(self._inner, products, after)
+
+    def add(self, pending: Pending, slots: Tensor) -> None:
+        """An op: the products of the experts that are in `slots`."""
         gate_up, down = self.memory.slots
-        here = experts._replace(gate_up=gate_up, down=down, slots=self._uploads.send(places).int())
-        ops.add_terms(x, here, chosen, terms)
-        if is_last:
-            flow.hidden = ops.summed(terms, chosen, experts, shared)
+        here = pending.experts._replace(gate_up=gate_up, down=down, slots=slots)
+        assert pending.terms is not None
+        pending.ops.add_terms(pending.x, here, pending.chosen, pending.terms)
 
     # ------------------------------------------------------------------------------------------------ counts
 
@@ -378,17 +370,115 @@ class ExpertPool:
         self._guessed -= used
 
 
+class Products(NamedTuple):
+    """The products of one wave, as work on the lane behind their copies."""
+
+    landed: Callable[[], Tensor]  # in an op: the slot of each expert; raises the error of a copy
+    access: Access
+    is_last: bool  # the layer's sum comes behind them
+
+
+class LayerWork(Protocol):
+    """How the experts of one layer get on the inner lane."""
+
+    row: int  # among the layers with experts
+
+    def submit_choice(self, inner: Lane, after: Ticket | None) -> Ticket:
+        """Its choice is on the host when this is over."""
+
+    def submit_products(self, inner: Lane, products: Products, after: Ticket | None) -> Ticket: ...
+
+
 class ExpertsWork:
-    """The experts of one layer, as work of a step."""
+    """The experts of one layer, op by op; and the ops that captured pieces are made of."""
 
     def __init__(self, pool: ExpertPool, flow: Flow, row: int) -> None:
-        self._pool, self._flow, self._row = pool, flow, row
+        self.pool, self.flow, self.row = pool, flow, row
+        self.pending: Pending | None = None
+        # what else the layer hands on: a piece may run several times
+        self._kept: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()
 
     def __call__(self) -> None:
         raise InvariantBroken("the experts of a layer are launched in parts")
 
     def launch(self, inner: Lane, after: Ticket | None) -> Ticket:
-        return self._pool.launch(self._flow, self._row, after)
+        return self.pool.launch(self, after)
+
+    def submit_choice(self, inner: Lane, after: Ticket | None) -> Ticket:
+        access = choice_access(self.row, Mode.WRITE)
+        return inner.submit(self.read_choice, (access,), label="choice", after=after)
+
+    def submit_products(self, inner: Lane, products: Products, after: Ticket | None) -> Ticket:
+        def add() -> None:
+            self.add(products)
+            if products.is_last:
+                self.finish()
+                self.pending = None
+
+        return inner.submit(add, (products.access,), label=f"experts {self.row}", after=after)
+
+    # --------------------------------------------------------------------------------------------------- ops
+
+    def read_choice(self, padding_row: int | None = None) -> None:
+        """`padding_row`: of a captured step, whose padding is no request's. Terms of its experts that are in
+        no slot stay zero."""
+        pending, flow = self.flow.hidden, self.flow
+        if not isinstance(pending, Pending):
+            raise InvariantBroken("the experts of a layer run, and it has no choice of them")
+        is_real = None if padding_row is None else flow.bound_inputs().rows != padding_row
+        self.pool.count(self.row, pending, is_real)
+        terms = pending.ops.terms(pending.x, pending.experts, pending.shared is not None)
+        self.pending = pending._replace(terms=terms if is_real is None else terms.zero_())
+        self._kept = flow.residual, flow.tapped
+
+    def add(self, products: Products) -> None:
+        assert self.pending is not None
+        self.pool.add(self.pending, products.landed().int())
+
+    def finish(self) -> None:
+        pending = self.pending
+        assert pending is not None and pending.terms is not None
+        self.flow.residual, self.flow.tapped = self._kept
+        self.flow.hidden = pending.ops.summed(pending.terms, pending.chosen, pending.experts, pending.shared)
+
+
+class CapturedExperts:
+    """The experts of one layer between two captured pieces of a step: the first ends with the choice, the
+    second begins with the last products."""
+
+    def __init__(self, work: ExpertsWork, piece: Replay, reads: tuple[Access, ...]) -> None:
+        """`piece`: the second; `reads`: its accesses but for slots."""
+        self._work, self._piece, self._accesses = work, piece, reads
+        self.row = work.row
+
+    def submit_choice(self, inner: Lane, after: Ticket | None) -> Ticket:
+        assert after is not None
+        return after
+
+    def submit_products(self, inner: Lane, products: Products, after: Ticket | None) -> Ticket:
+        work = self._work
+        if not products.is_last:
+            add = partial(work.add, products)
+            return inner.submit(add, (products.access,), label=f"experts {self.row}", after=after)
+        room = work.pool.places[self.row]
+        placed = inner.submit(lambda: room.copy_(products.landed()), label="places", after=after)
+        return inner.replay(self._piece, (products.access, *self._accesses), after=placed)
+
+
+class StepInPieces:
+    """A captured step whose replay stops at every choice of experts."""
+
+    def __init__(self, first: Replay, layers: Sequence[CapturedExperts], pool: ExpertPool) -> None:
+        self._first, self._layers, self._pool = first, layers, pool
+
+    def __call__(self) -> None:
+        raise InvariantBroken("a step in pieces is launched in parts")
+
+    def launch(self, inner: Lane, after: Ticket | None) -> Ticket:
+        last = inner.replay(self._first, (choice_access(0, Mode.WRITE),), after=after)
+        for layer in self._layers:
+            last = self._pool.launch(layer, last)
+        return last
 
 
 class PooledForward(Forward):
@@ -401,8 +491,8 @@ class PooledForward(Forward):
         self._rows = {f"layer {one.index}": row for row, one in enumerate(routed_layers(self.model))}
 
     def captures(self, shape: Shape) -> bool:
-        """A replay cannot wait for a choice."""
-        return False
+        """Prompts spend their time in products and copies, and large batches hit nearly all experts."""
+        return shape.is_decode and shape.num_tokens <= _MOST_CAPTURED and super().captures(shape)
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         found: list[LayerOp] = []
@@ -412,3 +502,27 @@ class PooledForward(Forward):
                 work = ExpertsWork(self._pool, flow, row)
                 found.append(LayerOp(work, (one.layers[1], one.layers[1]), f"experts {row}"))
         return found
+
+    def recorded(self, label: str, ops: Sequence[tuple[str, Op]], recorder: Recorder) -> Replay:
+        """A piece is run once before the next is recorded: that one's kernels run, too, over what it has
+        left."""
+        pieces: list[list[tuple[str, Op]]] = [[]]
+        works = list[ExpertsWork]()
+        for name, op in ops:
+            if not isinstance(op, ExpertsWork):
+                pieces[-1].append((name, op))
+                continue
+            pieces[-1].append(("choice", partial(op.read_choice, recorder.padding_row)))
+            pieces.append([(name, partial(self._finish, op))])
+            works.append(op)
+        made = [recorder.piece(f"{label}, piece {number}", one) for number, one in enumerate(pieces)]
+        layers = [
+            CapturedExperts(work, piece, (choice_access(work.row + 1, Mode.WRITE),) if more else ())
+            for work, piece, more in zip(works, made[1:], [*works[1:], None], strict=True)
+        ]
+        return Replay(label, StepInPieces(made[0], layers, self._pool))
+
+    def _finish(self, work: ExpertsWork) -> None:
+        assert work.pending is not None
+        self._pool.add(work.pending, self._pool.places[work.row])
+        work.finish()
