@@ -22,6 +22,7 @@ from penstock.engine import routed
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution import pooled as pooled_module
+from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import ConfigError, ModelError
 from penstock.experts.routing import read_routing
 from penstock.models.experts import RoutedLayer
@@ -92,11 +93,32 @@ def test_tokens_are_those_of_an_engine_with_all_experts_on_the_device(
     make: Make, share: str, guesses: bool
 ) -> None:
     engine = make(share, experts={"guesses": guesses})
+    assert engine.parts.executor.target.replays.buckets
     assert answers(engine, ASKED) == answers(make(), ASKED)
     figures = engine.stats().experts
     assert figures is not None and figures.missed > 0
     assert (figures.guessed > 0) is guesses
     assert figures.copied_bytes == (figures.missed + figures.guessed) * 3 * 64 * 32 * 4
+
+
+@pytest.mark.parametrize("share", ["25%", FEWEST])
+def test_tokens_are_the_same_op_by_op(make: Make, share: str) -> None:
+    assert answers(make(share, capture=False), ASKED) == answers(make(), ASKED)
+
+
+def test_padding_of_a_captured_step_wants_no_experts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: three requests run in a step captured for four."""
+    asked, settings = prompts(20, 21, 22), {"max_batch": 8}
+    wanted = answers(make(), asked)
+    found = []
+    for buckets in (lambda *_: (), lambda *_: cuda_buckets(8, 64)):
+        monkeypatch.setattr(build_module, "_buckets", buckets)
+        engine = make("75%", experts={"guesses": False}, **settings)
+        assert answers(engine, asked) == wanted
+        figures = engine.stats().experts
+        assert figures is not None
+        found.append((figures.hit, figures.missed))
+    assert found[0] == found[1]
 
 
 def test_a_wrong_guess_costs_a_copy_and_no_token(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +215,12 @@ def test_a_random_crowd_gets_the_tokens_it_would_get_alone(
     asked = [random_request(rng, stems) for _ in range(24)]
     asked += rng.choices(asked, k=10)
     monkeypatch.setattr(build_module, "_lengths", lambda _: Guess(seed))
+    if seed % 2:  # padded replays, as on CUDA
+        monkeypatch.setattr(build_module, "_buckets", lambda *_: cuda_buckets(32, 64))
     engine = make(
         rng.choice(SHARES),
         experts={"guesses": rng.random() < 0.7},
-        max_batch=8,
+        max_batch=32 if seed % 2 else 8,
         blocks=rng.choice((16, 24, 200)),
         host_blocks=(40, 400)[seed % 2],
         overcommit=rng.choice((1.0, 4.0)),
