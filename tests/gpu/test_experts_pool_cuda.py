@@ -121,7 +121,21 @@ def whole() -> list[list[int]]:
 def test_tokens_are_those_with_all_experts_on_the_device(
     share: str, guesses: bool, whole: list[list[int]]
 ) -> None:
-    assert answers(pooled(share, {"guesses": guesses})) == whole
+    assert answers(pooled(share, {"guesses": guesses}, capture=False)) == whole
+
+
+@pytest.fixture(scope="module")
+def replayed() -> list[list[int]]:
+    return answers(pooled(None))
+
+
+@pytest.mark.parametrize("guesses", [True, False], ids=["guessing", "not guessing"])
+@pytest.mark.parametrize("share", SHARES)
+def test_tokens_of_captured_pieces_are_those_of_whole_replays(
+    share: str, guesses: bool, replayed: list[list[int]]
+) -> None:
+    """Five requests: their steps are padded."""
+    assert answers(pooled(share, {"guesses": guesses})) == replayed
 
 
 @pytest.mark.parametrize("share", ["25%", "9%"])
