@@ -346,9 +346,10 @@ def _with_experts(setup: _Setup) -> Config:
 
 
 def _as_routed(config: Config, facts: ModelFacts, device: torch.device) -> Config:
-    dtype = _dtype(config, device)
-    rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
-    room = _room_for_experts(config, free_bytes(device) - rest, facts.config, device)
+    dtype, room = _dtype(config, device), None
+    if config.experts.on_device is not None:
+        rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
+        room = _room_for_experts(config, free_bytes(device) - rest, facts.config, device)
     return for_experts(config, facts.config, dtype, room)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.bench.routing import replay
-from penstock.config import Config, ExpertsConfig
+from penstock.config import GIB, Config, ExpertsConfig, KvConfig, ModelSource
 from penstock.contract import FinishReason
 from penstock.engine import build as build_module
 from penstock.engine import routed
@@ -26,6 +26,7 @@ from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import ConfigError, ModelError
 from penstock.experts.routing import read_routing
 from penstock.models.experts import RoutedLayer
+from penstock.models.loader import inspect_model
 from penstock.models.model import Experts, Routing
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN
@@ -359,6 +360,27 @@ def test_a_pool_below_the_least_is_refused_with_the_arithmetic() -> None:
         build(pooled(tiny_config("tiny-qwen3-moe"), "4%"))
     said = "--experts-on-device 4%: 0.0000 GiB hold 0 experts of 0.02 MiB, and a token runs through 2 of a "
     assert str(error.value) == f"{said}layer: give at least 0.0001"
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "kv_gib", "room_gib"),
+    [(24, None, 8.75), (24, 8.0, 9.5), (80, 30.0, 43.5), (139, None, None)],
+)
+def test_auto_takes_what_kv_leaves_of_a_gpu(
+    free_gib: int, kv_gib: float | None, room_gib: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3-30B-A3B, whose experts take 54 GiB and whose other weights 2.9. None: all of them fit."""
+    monkeypatch.setattr(build_module, "free_bytes", lambda device: free_gib * GIB)
+    monkeypatch.setattr(routed, "free_bytes", lambda device: 120 * GIB)
+    source = ModelSource("qwen3-30b-a3b", load_format="dummy", device="cuda")
+    config = Config(source, KvConfig(device_gib=kv_gib), experts=ExpertsConfig("auto"))
+    facts, device = inspect_model(source), torch.device("cuda", 0)
+    assert build_module._as_routed(config, facts, device).source.experts_in_host is (room_gib is not None)
+    rest = facts.num_parameters * 2 - routed.all_expert_bytes(facts.config, torch.bfloat16)
+    room = build_module._room_for_experts(config, free_gib * GIB - rest, facts.config, device)
+    assert room is not None
+    if room_gib is not None:
+        assert room / GIB == pytest.approx(room_gib, abs=0.01)
 
 
 def test_host_memory_that_cannot_hold_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
