@@ -51,9 +51,8 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
         every = max(1, _STATE_EVERY // size) * size
     if every % size:
         raise ConfigError(f"--state-every must be a multiple of --block-tokens {size}, got {every}")
-    config = replace(config, offload=replace(config.offload, state_every=every))
     if config.offload.enabled:
-        return config
+        return replace(config, offload=replace(config.offload, state_every=every))
     if config.kv.prefix_cache:
         log.warning("this model has recurrent layers: without --kv-offload no prefix is reused")
     return replace(config, kv=replace(config.kv, prefix_cache=False))

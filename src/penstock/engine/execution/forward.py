@@ -114,11 +114,20 @@ class StateOfLayer:
 
     def __init__(self, slots: StateSlots, number: int, num_kv: int) -> None:
         """`num_kv`: layers with KV before it."""
-        self._slots, self._number = slots, number
+        self._slots, self._number, self._view = slots, number, view_of(slots)
         self.layers, self.states = (num_kv, num_kv), (number, number + 1)
 
     def bound(self, flow: Flow) -> BoundStates:
-        return BoundStates(self._slots, self._number, flow.bound_inputs())
+        return self._view(self._slots, self._number, flow.bound_inputs())
+
+
+def view_of(slots: StateSlots) -> type[BoundStates]:
+    """How tokens run through states on their device."""
+    if slots.matrices.is_cuda:
+        from penstock.engine.execution.triton_states import TritonStates
+
+        return TritonStates
+    return BoundStates
 
 
 def layer_stores(
