@@ -15,16 +15,26 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from penstock.models import triton_delta
-from penstock.models.delta_rule import convolved, heads_of, many_steps, one_step
+from penstock.models.delta_rule import (
+    DeltaForm,
+    DeltaInputs,
+    LayerStates,
+    Prompts,
+    ReadableDelta,
+    convolved,
+    heads_of,
+    many_steps,
+    one_step,
+)
 from penstock.models.model import Recurrence
-from penstock.models.triton_delta import DeltaInputs, LayerStates, Runs
 
 DIMS = Recurrence(tuple(range(30)), 16, 32, 128, 128, window=4)
 NUM_LAYERS = 6  # of the states that are measured
@@ -36,49 +46,58 @@ TOLERANCE = 1e-3
 Row = dict[str, Any]
 
 
-def case(lengths: Sequence[int], num_decodes: int) -> tuple[list[LayerStates], Runs, DeltaInputs]:
-    num, device = sum(lengths), "cuda"
-    rows = len(lengths)
+class DoubleDelta(ReadableDelta):
+    """In float64."""
+
+    def _run(self, states: LayerStates, rows: torch.Tensor, length: int, inputs: DeltaInputs) -> torch.Tensor:
+        qkv, conv, decay, beta = inputs
+        rows, parts = rows.long(), (qkv, decay, beta)
+        qkv, decay, beta = (part.unflatten(0, (-1, length)) for part in parts)
+        mixed, _ = convolved(qkv, states.windows.index_select(0, rows), conv)
+        step = one_step if length == 1 else many_steps
+        out, _ = step(heads_of(mixed, decay, beta, DIMS), states.matrices.index_select(0, rows))
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class Case(NamedTuple):
+    """One step: requests with a token each, or prompts."""
+
+    layers: Sequence[LayerStates]
+    prompts: Prompts
+    inputs: DeltaInputs
+    decodes: bool
+
+
+def case(lengths: Sequence[int], decodes: bool) -> Case:
+    num, rows, device = sum(lengths), len(lengths), "cuda"
     windows = torch.randn(rows, NUM_LAYERS, DIMS.window - 1, DIMS.qkv_width, device=device)
     shape = (rows, NUM_LAYERS, DIMS.num_value_heads, DIMS.key_dim, DIMS.value_dim)
     matrices = torch.randn(shape, device=device)
     layers = [LayerStates(windows[:, layer], matrices[:, layer]) for layer in range(NUM_LAYERS)]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     order = torch.randperm(rows).to(torch.int32).to(device)
-    prompts = lengths[num_decodes:]
     inputs = DeltaInputs(
         torch.randn(num, DIMS.qkv_width + DIMS.out_width, device=device).bfloat16()[:, : DIMS.qkv_width],
         torch.randn(DIMS.qkv_width, 1, DIMS.window, device=device),
         -0.1 * torch.rand(num, DIMS.num_value_heads, device=device),
         torch.rand(num, DIMS.num_value_heads, device=device),
     )
-    return layers, Runs(order, starts, num_decodes, len(prompts), max(prompts, default=0)), inputs
+    return Case(layers, Prompts(order, starts, 0, lengths), inputs, decodes)
 
 
-def readable(
-    states: LayerStates, runs: Runs, inputs: DeltaInputs, lengths: Sequence[int], exact: bool
-) -> torch.Tensor:
-    """As `BoundStates` does it: decodes together, prompts one by one. `exact`: in float64, without changing
-    the states."""
-    found, at, rows = [], 0, runs.rows.long()
-    num = runs.num_decodes
-    parts = [(rows[:num], 1, num)] if num else []
-    parts += [(rows[num + i : num + i + 1], length, 1) for i, length in enumerate(lengths[num:])]
-    for own, length, count in parts:
-        tokens = slice(at, at + length * count)
-        at = tokens.stop
-        given = (inputs.qkv[tokens].float(), inputs.decay[tokens], inputs.beta[tokens])
-        window, state = states.windows[own], states.matrices[own]
-        if exact:
-            given, window, state = tuple(x.double() for x in given), window.double(), state.double()  # type: ignore[assignment]
-        qkv, decay, beta = (x.unflatten(0, (count, length)) for x in given)
-        mixed, window = convolved(qkv, window, inputs.conv.to(window.dtype))
-        out, state = (one_step if length == 1 else many_steps)(heads_of(mixed, decay, beta, DIMS), state)
-        if not exact:
-            states.windows.index_copy_(0, own, window)
-            states.matrices.index_copy_(0, own, state)
-        found.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(found)
+def run(form: DeltaForm, case: Case, layer: int) -> torch.Tensor:
+    if case.decodes:
+        return form.steps(case.layers[layer], case.prompts.rows, case.inputs)
+    return form.prompts(case.layers[layer], case.prompts, case.inputs)
+
+
+def error_of(case: Case) -> float:
+    """Against the readable form in float64, whose inputs are those of the kernels."""
+    exact = LayerStates(*(tensor.double() for tensor in case.layers[0]))
+    given = DeltaInputs(*(part.double() for part in case.inputs))
+    right = run(DoubleDelta(DIMS), case._replace(layers=[exact], inputs=given), 0)
+    found = run(triton_delta.TritonDelta(), case, 0)
+    return float((found.double() - right).abs().max() / right.abs().max())
 
 
 def timed_ms(run: Callable[[int], object], times: int = 30) -> float:
@@ -107,25 +126,17 @@ def graphed_ms(run: Callable[[int], object]) -> float:
     return timed_ms(lambda _: graph.replay()) / NUM_LAYERS
 
 
-def measure(lengths: Sequence[int], num_decodes: int) -> Row:
-    layers, runs, inputs = case(lengths, num_decodes)
-    right = readable(layers[0], runs, inputs, lengths, exact=True)
-    found = triton_delta.advance(layers[0], runs, inputs)
-    error = float((found.double() - right).abs().max() / right.abs().max())
+def measure(lengths: Sequence[int], decodes: bool) -> Row:
+    step = case(lengths, decodes)
+    error = error_of(step)
     assert error < TOLERANCE, f"{lengths[:8]}: {error}"
-
-    def kernels(layer: int) -> object:
-        return triton_delta.advance(layers[layer], runs, inputs)
-
-    def plain(layer: int) -> object:
-        return readable(layers[layer], runs, inputs, lengths, exact=False)
-
     state_bytes = 8 * len(lengths) * (DIMS.num_bytes // len(DIMS.layers) // 4)
     by_head = DIMS.num_value_heads * (2 * DIMS.value_dim + 2 * DIMS.key_dim + triton_delta.CHUNK)
-    token_bytes = 0 if num_decodes else 8 * sum(lengths) * (DIMS.qkv_width + by_head)
-    row: Row = {"decodes": num_decodes, "prompts": list(lengths[num_decodes:]), "error": error}
-    row["kernels_ms"] = graphed_ms(kernels) if num_decodes else timed_ms(kernels)
-    row["readable_ms"] = graphed_ms(plain) if num_decodes else timed_ms(plain)
+    token_bytes = 0 if decodes else 8 * sum(lengths) * (DIMS.qkv_width + by_head)
+    row: Row = {"decodes" if decodes else "prompts": len(lengths) if decodes else lengths, "error": error}
+    for name, form in (("kernels", triton_delta.TritonDelta()), ("readable", ReadableDelta(DIMS))):
+        once = partial(run, form, step)
+        row[f"{name}_ms"] = graphed_ms(once) if decodes else timed_ms(once)
     row["limit_ms"] = (state_bytes + token_bytes) / READ_GB_S / 1e6
     return row
 
@@ -137,10 +148,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = [measure([1] * num, num) for num in DECODES]
+    rows = [measure([1] * num, True) for num in DECODES]
     for prepare, run in itertools.product(WARPS, WARPS):
         triton_delta.PREPARE_WARPS, triton_delta.RUN_WARPS = prepare, run
-        rows += [{**measure(lengths, 0), "warps": [prepare, run]} for lengths in PROMPTS]
+        rows += [{**measure(lengths, False), "warps": [prepare, run]} for lengths in PROMPTS]
     for row in rows:
         print(json.dumps(row))
     if options.json is not None:

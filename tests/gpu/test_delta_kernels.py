@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
@@ -20,11 +21,18 @@ if not INTERPRETED and not torch.cuda.is_available():
         allow_module_level=True,
     )
 
-from penstock.engine.execution import forward  # noqa: E402
-from penstock.engine.execution.triton_states import TritonStates  # noqa: E402
-from penstock.models.delta_rule import convolved, heads_of, many_steps, one_step  # noqa: E402
+from penstock.engine.execution import states as states_  # noqa: E402
+from penstock.models.delta_rule import (  # noqa: E402
+    DeltaInputs,
+    LayerStates,
+    Prompts,
+    convolved,
+    heads_of,
+    many_steps,
+    one_step,
+)
 from penstock.models.model import Recurrence  # noqa: E402
-from penstock.models.triton_delta import CHUNK, DeltaInputs, LayerStates, Runs, advance  # noqa: E402
+from penstock.models.triton_delta import CHUNK, TritonDelta  # noqa: E402
 from penstock.testing.sanitized import build_sanitized, check_silent  # noqa: E402
 from tests.support import contiguous_kv  # noqa: E402
 from tests.support.driving import run_all, submit, tiny_config  # noqa: E402
@@ -42,12 +50,27 @@ dims_of = pytest.mark.parametrize("name", DIMS)
 
 
 class Case(NamedTuple):
-    """A layer in the middle of all, and rows in no order."""
+    """A layer in the middle of all, and rows in no order. The first requests decode."""
 
     states: LayerStates
-    runs: Runs
+    rows: torch.Tensor
     inputs: DeltaInputs
     lengths: Sequence[int]
+    num_decodes: int
+
+
+def advance(case: Case) -> torch.Tensor:
+    """As a step does it."""
+    num, found, (qkv, conv, decay, beta) = case.num_decodes, [], case.inputs
+    if num:
+        given = DeltaInputs(qkv[:num], conv, decay[:num], beta[:num])
+        found.append(TritonDelta().steps(case.states, case.rows[:num], given))
+    if num < len(case.lengths):
+        starts = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=DEVICE)
+        prompts = Prompts(case.rows[num:], starts[num:], num, case.lengths[num:])
+        given = DeltaInputs(qkv[num:], conv, decay[num:], beta[num:])
+        found.append(TritonDelta().prompts(case.states, prompts, given))
+    return torch.cat(found)
 
 
 @pytest.fixture(autouse=True)
@@ -74,22 +97,17 @@ def made(
     decay = -torch.rand(num, dims.num_value_heads, device=DEVICE) * (0.0 if hard else 0.3)
     beta = torch.rand(num, dims.num_value_heads, device=DEVICE)
     conv = torch.randn(dims.qkv_width, 1, dims.window, device=DEVICE)
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     order = torch.randperm(rows)[: len(lengths)].to(torch.int32).to(DEVICE)
     qkv = wide.to(dtype)[:, : dims.qkv_width]
-    return Case(
-        LayerStates(windows[:, 1], matrices[:, 1]),
-        Runs(order, starts, num_decodes, len(prompts), max(prompts, default=0)),
-        DeltaInputs(qkv, conv, decay, torch.ones_like(beta) if hard else beta),
-        lengths,
-    )
+    given = DeltaInputs(qkv, conv, decay, torch.ones_like(beta) if hard else beta)
+    return Case(LayerStates(windows[:, 1], matrices[:, 1]), order, given, lengths, num_decodes)
 
 
 def readable(case: Case, dims: Recurrence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In float64, request by request: what is returned, and the states after it."""
     windows, matrices = (tensor.double() for tensor in case.states)
     conv, found, at = case.inputs.conv.double(), [], 0
-    for row, length in zip(case.runs.rows.tolist(), case.lengths, strict=True):
+    for row, length in zip(case.rows.tolist(), case.lengths, strict=True):
         own = slice(at, at + length)
         qkv, decay, beta = (
             part[own].double()[None] for part in (case.inputs.qkv, case.inputs.decay, case.inputs.beta)
@@ -105,7 +123,7 @@ def readable(case: Case, dims: Recurrence) -> tuple[torch.Tensor, torch.Tensor, 
 
 def check(case: Case, dims: Recurrence, tolerance: float = TOLERANCE) -> None:
     right = readable(case, dims)
-    found = advance(case.states, case.runs, case.inputs)
+    found = advance(case)
     for ours, theirs in zip((found, case.states.windows, case.states.matrices), right, strict=True):
         worst = (ours.double() - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
         assert worst < tolerance, float(worst)
@@ -145,7 +163,7 @@ def test_an_engine_with_these_kernels_gets_the_tokens_of_the_readable_form(
     capture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and decodes in one step, in rows that others have left."""
-    monkeypatch.setattr(forward, "view_of", lambda slots: TritonStates)
+    monkeypatch.setattr(states_, "form_for", lambda dims, device: TritonDelta())
     engine, sanitizer = build_sanitized(
         tiny_config("tiny-qwen3.5", device=DEVICE, max_batch=2, prefill_chunk=34, capture=capture)
     )
@@ -161,9 +179,9 @@ def test_an_engine_with_these_kernels_gets_the_tokens_of_the_readable_form(
 @dims_of
 def test_rows_of_other_requests_stay_as_they_are(name: str) -> None:
     case = made(DIMS[name], 2, (70,), torch.float32)
-    others = [row for row in range(len(case.states.windows)) if row not in case.runs.rows.tolist()]
+    others = [row for row in range(len(case.states.windows)) if row not in case.rows.tolist()]
     before = [tensor[others].clone() for tensor in case.states]
-    advance(case.states, case.runs, case.inputs)
+    advance(case)
     for tensor, kept in zip(case.states, before, strict=True):
         assert torch.equal(tensor[others], kept)
 
@@ -174,23 +192,15 @@ def test_a_request_gets_the_same_numbers_whatever_shares_its_step(name: str) -> 
     dims = DIMS[name]
     case = made(dims, 3, (90, 20), torch.float32)
     copies = [tensor.clone() for tensor in case.states]
-    together = advance(case.states, case.runs, case.inputs)
+    together = advance(case)
     at = 0
     for number, length in enumerate(case.lengths):
         states = LayerStates(*(tensor.clone() for tensor in copies))
-        is_decode = number < case.runs.num_decodes
-        runs = Runs(
-            case.runs.rows[number : number + 1],
-            torch.tensor([0, length], dtype=torch.int32, device=DEVICE),
-            int(is_decode),
-            int(not is_decode),
-            length,
-        )
         qkv, conv, decay, beta = case.inputs
-        own = slice(at, at + length)
-        alone = advance(states, runs, DeltaInputs(qkv[own], conv, decay[own], beta[own]))
+        own, row = slice(at, at + length), case.rows[number : number + 1]
+        given = DeltaInputs(qkv[own], conv, decay[own], beta[own])
+        alone = advance(Case(states, row, given, [length], int(number < case.num_decodes)))
         assert torch.equal(alone, together[own])
-        row = int(case.runs.rows[number])
         assert torch.equal(states.matrices[row], case.states.matrices[row])
         assert torch.equal(states.windows[row], case.states.windows[row])
         at += length

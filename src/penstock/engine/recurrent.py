@@ -12,8 +12,8 @@ from penstock.config import (
     KvConfig,
     LoraConfig,
     ModelSource,
+    OffloadConfig,
     Settings,
-    SpeculationConfig,
     settings_of,
 )
 from penstock.errors import ConfigError
@@ -27,7 +27,6 @@ _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer", "events"),
     LoraConfig: ("adapters", "dir"),
-    SpeculationConfig: ("proposer",),
 }
 
 
@@ -41,18 +40,22 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
             if given:
                 raise ConfigError(f"{flag} {given:g}: this model has no recurrent layers")
         return config
-    for part in (config.source, config.kv, config.lora, config.speculation):
+    for part in (config.source, config.kv, config.lora):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 flag = "--kv-events" if one.field == "events" else one.flag
                 raise ConfigError(f"{flag} is not supported with a model that has recurrent layers")
-    every, size = config.offload.state_every, config.kv.block_tokens
-    if every is None:
-        every = max(1, _STATE_EVERY // size) * size
-    if every % size:
-        raise ConfigError(f"--state-every must be a multiple of --block-tokens {size}, got {every}")
     if config.offload.enabled:
-        return replace(config, offload=replace(config.offload, state_every=every))
+        return replace(config, offload=_with_distance(config.offload, config.kv.block_tokens))
     if config.kv.prefix_cache:
         log.warning("this model has recurrent layers: without --kv-offload no prefix is reused")
     return replace(config, kv=replace(config.kv, prefix_cache=False))
+
+
+def _with_distance(offload: OffloadConfig, block_tokens: int) -> OffloadConfig:
+    every = offload.state_every
+    if every is None:
+        every = max(1, _STATE_EVERY // block_tokens) * block_tokens
+    if every % block_tokens:
+        raise ConfigError(f"--state-every must be a multiple of --block-tokens {block_tokens}, got {every}")
+    return replace(offload, state_every=every)

@@ -56,6 +56,7 @@ class LoadedModel:
     weights: str  # how its matrices are held, in words
     # fields of SamplingParams, where a request does not give them
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None  # of its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class _Load:
         digest = weights_digest(config, self.dtype, content.values(), forms)
         sampling = read_sampling(path) if self.source.generation_config == "auto" else {}
         model = architecture_of(config).model(config, tensors, self.ops, digest)
-        return LoadedModel(model, tokenizer, name, self._held(forms), sampling), content
+        return LoadedModel(model, tokenizer, name, self._held(forms), sampling, path), content
 
     def _gguf(self, name: str, file: HashedFile) -> LoadedModel | None:
         """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a

@@ -14,12 +14,14 @@ is finite and of no use.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from penstock.models.delta_rule import DeltaInputs, LayerStates, Prompts
 
 CHUNK = 64  # tokens whose system is solved at once; also those that a program of the convolution takes
 CHANNELS = 128  # of the convolution, per program
@@ -32,100 +34,75 @@ PRECISION = "tf32x3"
 _LEAST_SQUARE = 1e-6  # added to the square of a length, as in `delta_rule.py`
 
 
-class LayerStates(NamedTuple):
-    """One layer of the states of all rows."""
+class TritonDelta:
+    """Implements `DeltaForm`."""
 
-    windows: Tensor  # [rows, window - 1, width]
-    matrices: Tensor  # [rows, heads, key_dim, value_dim]
+    def steps(self, states: LayerStates, rows: Tensor, inputs: DeltaInputs) -> Tensor:
+        qkv, sizes = inputs.qkv, _sizes(states, inputs)
+        num, width = qkv.shape
+        mixed = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
+        found = mixed.new_empty(num, sizes["HEADS"], sizes["VALUE_DIM"])
+        convolve_step_kernel[num, triton.cdiv(width, CHANNELS)](
+            *(qkv, inputs.conv, states.windows, mixed, rows),
+            *(qkv.stride(0), states.windows.stride(0)),
+            WIDTH=width,
+            WINDOW=inputs.conv.shape[2],
+            CHANNELS=CHANNELS,
+        )
+        values = min(STEP_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
+        delta_step_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
+            *(mixed, inputs.decay.contiguous(), inputs.beta.contiguous(), states.matrices, found, rows),
+            states.matrices.stride(0),
+            **sizes,
+            VALUES=values,
+        )
+        return found
+
+    def prompts(self, states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
+        """All of them together."""
+        mixed, sizes = _convolved(states, prompts, inputs), _sizes(states, inputs)
+        chunks, num = triton.cdiv(max(prompts.lengths), CHUNK), len(prompts.lengths)
+        found = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["VALUE_DIM"])
+        taken = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["KEY_DIM"])
+        inside = mixed.new_empty(len(mixed), sizes["HEADS"], CHUNK)
+        total = mixed.new_empty(len(mixed), sizes["HEADS"])
+        prepare_chunks_kernel[num * chunks, sizes["HEADS"]](
+            *(mixed, inputs.decay.contiguous(), inputs.beta.contiguous(), found, taken, inside, total),
+            *(prompts.starts, prompts.before, chunks),
+            **sizes,
+            CHUNK=CHUNK,
+            PRECISION=PRECISION,
+            num_warps=PREPARE_WARPS,
+            num_stages=STAGES,
+        )
+        values = min(RUN_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
+        run_chunks_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
+            *(mixed, found, taken, inside, total, states.matrices),
+            *(prompts.rows, prompts.starts, prompts.before, states.matrices.stride(0)),
+            **sizes,
+            CHUNK=CHUNK,
+            VALUES=values,
+            PRECISION=PRECISION,
+            num_warps=RUN_WARPS,
+            num_stages=STAGES,
+        )
+        return found
 
 
-class Runs(NamedTuple):
-    """The requests of a step: in which rows their states are, and where their tokens are. The first
-    `num_decodes` have a token each, the others up to `longest`."""
-
-    rows: Tensor  # int32 [requests]
-    starts: Tensor  # int32 [requests + 1]
-    num_decodes: int
-    num_prompts: int
-    longest: int
-
-
-class DeltaInputs(NamedTuple):
-    """Of one layer, by token."""
-
-    qkv: Tensor  # [T, width], perhaps a part of wider rows
-    conv: Tensor  # [width, 1, window]
-    decay: Tensor  # float32 [T, heads], its logarithm
-    beta: Tensor  # float32 [T, heads]
-
-
-def advance(states: LayerStates, runs: Runs, inputs: DeltaInputs) -> Tensor:
-    """Run each request's tokens through its state, which is changed in place. Returns float32 [T, heads,
-    value_dim]."""
-    qkv, heads, value_dim = inputs.qkv, states.matrices.shape[1], states.matrices.shape[3]
-    found = torch.empty(len(qkv), heads, value_dim, dtype=torch.float32, device=qkv.device)
+def _convolved(states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
+    """float32 [T, width]; the windows of the rows move on."""
+    qkv, width = inputs.qkv, inputs.qkv.shape[1]
     mixed = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
-    if runs.num_decodes:
-        _steps(states, runs, inputs, mixed, found)
-    if runs.num_prompts:
-        _prompts(states, runs, inputs, mixed, found)
-    return found
-
-
-def _steps(states: LayerStates, runs: Runs, inputs: DeltaInputs, mixed: Tensor, found: Tensor) -> None:
-    num, width = runs.num_decodes, inputs.qkv.shape[1]
-    sizes = _sizes(states, inputs)
-    convolve_step_kernel[num, triton.cdiv(width, CHANNELS)](
-        *(inputs.qkv, inputs.conv, states.windows, mixed, runs.rows),
-        *(inputs.qkv.stride(0), states.windows.stride(0)),
-        WIDTH=width,
-        WINDOW=inputs.conv.shape[2],
-        CHANNELS=CHANNELS,
-    )
-    values = min(STEP_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
-    delta_step_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
-        *(mixed, inputs.decay, inputs.beta, states.matrices, found, runs.rows, states.matrices.stride(0)),
-        **sizes,
-        VALUES=values,
-    )
-
-
-def _prompts(states: LayerStates, runs: Runs, inputs: DeltaInputs, mixed: Tensor, found: Tensor) -> None:
-    num, width, first = runs.num_prompts, inputs.qkv.shape[1], runs.num_decodes
-    chunks, channels = triton.cdiv(runs.longest, CHUNK), triton.cdiv(width, CHANNELS)
-    sizes = _sizes(states, inputs)
+    chunks, channels = triton.cdiv(max(prompts.lengths), CHUNK), triton.cdiv(width, CHANNELS)
     window = {"WIDTH": width, "WINDOW": inputs.conv.shape[2], "CHANNELS": CHANNELS}
-    strides = inputs.qkv.stride(0), states.windows.stride(0)
-    convolve_kernel[num * chunks, channels](
-        *(inputs.qkv, inputs.conv, states.windows, mixed, runs.rows, runs.starts, first, chunks, *strides),
+    where, strides = (prompts.rows, prompts.starts, prompts.before), (qkv.stride(0), states.windows.stride(0))
+    convolve_kernel[len(prompts.lengths) * chunks, channels](
+        *(qkv, inputs.conv, states.windows, mixed, *where, chunks, *strides),
         **window,
         TOKENS=CHUNK,
     )
-    keep_window_kernel[num, channels](
-        *(inputs.qkv, states.windows, runs.rows, runs.starts, first, *strides), **window
-    )
-    taken = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["KEY_DIM"])
-    inside = mixed.new_empty(len(mixed), sizes["HEADS"], CHUNK)
-    total = mixed.new_empty(len(mixed), sizes["HEADS"])
-    prepare_chunks_kernel[num * chunks, sizes["HEADS"]](
-        *(mixed, inputs.decay, inputs.beta, found, taken, inside, total, runs.starts, first, chunks),
-        **sizes,
-        CHUNK=CHUNK,
-        PRECISION=PRECISION,
-        num_warps=PREPARE_WARPS,
-        num_stages=STAGES,
-    )
-    values = min(RUN_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
-    run_chunks_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
-        *(mixed, found, taken, inside, total, states.matrices, runs.rows, runs.starts, first),
-        states.matrices.stride(0),
-        **sizes,
-        CHUNK=CHUNK,
-        VALUES=values,
-        PRECISION=PRECISION,
-        num_warps=RUN_WARPS,
-        num_stages=STAGES,
-    )
+    keep_window_kernel[len(prompts.lengths), channels](*(qkv, states.windows, *where, *strides), **window)
+    return mixed
 
 
 def _sizes(states: LayerStates, inputs: DeltaInputs) -> dict[str, Any]:
@@ -192,7 +169,7 @@ def _loaded(qkv_ptr, window_at, first, places, channels, real, qkv_stride, WIDTH
     return x + tl.load(earlier_at, mask=before, other=0.0)
 
 
-@triton.jit(do_not_specialize=["first_request", "chunks"])
+@triton.jit(do_not_specialize=["before", "chunks"])
 def convolve_kernel(
     qkv_ptr,  # [T, WIDTH]
     conv_ptr,
@@ -200,7 +177,7 @@ def convolve_kernel(
     out_ptr,  # float32 [T, WIDTH]
     rows_ptr,
     starts_ptr,
-    first_request,
+    before,
     chunks,
     qkv_stride,
     window_stride,
@@ -210,9 +187,9 @@ def convolve_kernel(
     TOKENS: tl.constexpr,
 ):
     """Program (i, j): some channels of TOKENS tokens of one request."""
-    request = first_request + tl.program_id(0) // chunks
-    first = tl.load(starts_ptr + request).to(tl.int64)
-    length = tl.load(starts_ptr + request + 1) - first
+    request = tl.program_id(0) // chunks
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
     start = tl.program_id(0) % chunks * TOKENS
     if start >= length:
         return
@@ -231,13 +208,13 @@ def convolve_kernel(
     tl.store(out_at, _silu(total), mask=real)
 
 
-@triton.jit(do_not_specialize=["first_request"])
+@triton.jit(do_not_specialize=["before"])
 def keep_window_kernel(
     qkv_ptr,
     windows_ptr,
     rows_ptr,
     starts_ptr,
-    first_request,
+    before,
     qkv_stride,
     window_stride,
     WIDTH: tl.constexpr,
@@ -246,9 +223,9 @@ def keep_window_kernel(
 ):
     """Program (i, j): the last inputs of a request become its window. A launch of its own: programs of the
     convolution read the window before."""
-    request = first_request + tl.program_id(0)
-    first = tl.load(starts_ptr + request).to(tl.int64)
-    length = tl.load(starts_ptr + request + 1) - first
+    request = tl.program_id(0)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
     row = tl.load(rows_ptr + request).to(tl.int64)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     real = channels < WIDTH
@@ -312,7 +289,7 @@ def _unit(x, LEAST: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) + LEAST)[:, None]
 
 
-@triton.jit(do_not_specialize=["first_request", "chunks"])
+@triton.jit(do_not_specialize=["before", "chunks"])
 def prepare_chunks_kernel(
     mixed_ptr,  # float32 [T, WIDTH]
     decay_ptr,  # [T, HEADS]
@@ -322,7 +299,7 @@ def prepare_chunks_kernel(
     inside_ptr,  # float32 [T, HEADS, CHUNK]: what a token reads of each one of its chunk
     total_ptr,  # float32 [T, HEADS]: the decay since the chunk began
     starts_ptr,
-    first_request,
+    before,
     chunks,
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
@@ -335,9 +312,9 @@ def prepare_chunks_kernel(
     PRECISION: tl.constexpr,
 ):
     """Program (i, j): one chunk of one request, for head j."""
-    request, head = first_request + tl.program_id(0) // chunks, tl.program_id(1)
-    first = tl.load(starts_ptr + request).to(tl.int64)
-    length = tl.load(starts_ptr + request + 1) - first
+    request, head = tl.program_id(0) // chunks, tl.program_id(1)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
     start = tl.program_id(0) % chunks * CHUNK
     if start >= length:
         return
@@ -378,7 +355,7 @@ def prepare_chunks_kernel(
         tl.store(stored_at, stored, mask=by_value)
 
 
-@triton.jit(do_not_specialize=["first_request"])
+@triton.jit(do_not_specialize=["before"])
 def run_chunks_kernel(
     mixed_ptr,
     out_ptr,  # what tokens store, then what they return
@@ -388,7 +365,7 @@ def run_chunks_kernel(
     matrices_ptr,
     rows_ptr,
     starts_ptr,
-    first_request,
+    before,
     row_stride,
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
@@ -402,9 +379,9 @@ def run_chunks_kernel(
     PRECISION: tl.constexpr,
 ):
     """Program (i, j, l): all chunks of request i in order, for some values of head j."""
-    request, head = first_request + tl.program_id(0), tl.program_id(1)
-    first = tl.load(starts_ptr + request).to(tl.int64)
-    length = (tl.load(starts_ptr + request + 1) - first).to(tl.int32)
+    request, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = (tl.load(starts_ptr + request + 1) - before - first).to(tl.int32)
     row = tl.load(rows_ptr + request).to(tl.int64)
     places, keys = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)

@@ -63,11 +63,29 @@ def load_directory(
         for what in unread:
             log.warning("%s: not read: %s; only text is served", directory, what)
         _check_tied(stored, config, directory)
-        order = [part.name for weight in layout(config) for part in weight.parts]
-        reading = stack.enter_context(
-            closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name])))
-        )
+
+        def room(weight: WeightSpec) -> Weight:
+            return empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
+
         loaded = LoadedWeights({}, {})
+        reading = read_weights(layout(config), stored, room, loaded)
+        for _ in each_weight(config, "loading weights", progress):
+            next(reading)
+        for file in files:
+            file.check_unchanged()
+    return loaded
+
+
+def read_weights(
+    weights: Iterable[WeightSpec],
+    stored: Mapping[str, StoredTensor],
+    room: Callable[[WeightSpec], Weight],
+    loaded: LoadedWeights,
+) -> Iterator[None]:
+    """Read one of `weights` after the other into its `room`, and add it to `loaded`."""
+    weights = tuple(weights)
+    order = [part.name for weight in weights for part in weight.parts]
+    with closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name]))) as reading:
 
         def pieces(part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
             source, digests = stored[part.name], []
@@ -77,20 +95,14 @@ def load_directory(
                 yield rows, torch.frombuffer(data, dtype=DTYPES[source.dtype])
             loaded.content[part.name] = tensor_digest(part, source.dtype, digests)
 
-        for weight in each_weight(config, "loading weights", progress):
-            out = empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
+        for weight in weights:
+            loaded.tensors[weight.name] = out = room(weight)
             fill(out, weight, pieces)
-            loaded.tensors[weight.name] = out
-        for file in files:
-            file.check_unchanged()
-    return loaded
+            yield
 
 
-def open_tensors(
-    directory: Path, config: ModelConfig, stack: ExitStack
-) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
-    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
-    what else they have, in words."""
+def read_stored(directory: Path, stack: ExitStack) -> tuple[list[WeightFile], dict[str, StoredTensor]]:
+    """The files of the weights, open until `stack` ends, and all tensors that they have."""
     files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
     stored: dict[str, StoredTensor] = {}
     for file in files:
@@ -98,6 +110,15 @@ def open_tensors(
         if twice := [name for name in tensors if name in stored]:
             raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
         stored |= tensors
+    return files, stored
+
+
+def open_tensors(
+    directory: Path, config: ModelConfig, stack: ExitStack
+) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
+    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
+    what else they have, in words."""
+    files, stored = read_stored(directory, stack)
     architecture = architecture_of(config)
     own = architecture.laid_out(stored)
     check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, config, directory)
@@ -302,16 +323,25 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
 def check_tensors(found: Mapping[str, tuple[Shape, str]], config: ModelConfig, where: Path) -> None:
     """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
     one ModelError."""
-    expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
+    own = {name: found[name] for name in found if not redundant(name, config)}
+    expected = {part.name for weight in layout(config) for part in weight.parts}
+    own |= {name: found[name] for name in expected if name in found}
+    message = f"the weights in {where} do not fit its configuration"
+    check_weights(own, layout(config), message)
+
+
+def check_weights(
+    found: Mapping[str, tuple[Shape, str]], weights: Iterable[WeightSpec], message: str
+) -> None:
+    """Raises a ModelError that begins with `message` if `found` is not what `weights` are read from."""
+    expected = {part.name: part.shape for weight in weights for part in weight.parts}
     problems = {
         "missing tensors": [name for name in expected if name not in found],
-        "unexpected tensors": [
-            name for name in found if name not in expected and not redundant(name, config)
-        ],
+        "unexpected tensors": [name for name in found if name not in expected],
         **_misfits(found, expected, DTYPES),
     }
-    refuse_any(problems, f"the weights in {where} do not fit its configuration")
+    refuse_any(problems, message)
 
 
 def _misfits(

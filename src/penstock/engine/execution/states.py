@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.contract import Access, Mode
 from penstock.engine.execution.batch import StepInputs
-from penstock.models.delta_rule import convolved, heads_of, many_steps, one_step
+from penstock.models.delta_rule import DeltaForm, DeltaInputs, LayerStates, Prompts, ReadableDelta
 from penstock.models.model import Recurrence
 
 
@@ -38,6 +39,7 @@ class StateSlots:
         heads = (self.num_layers, dims.num_value_heads, dims.key_dim, dims.value_dim)
         windows, matrices = memory.split_with_sizes((math.prod(window), math.prod(heads)), dim=1)
         self.windows, self.matrices = windows.unflatten(1, window), matrices.unflatten(1, heads)
+        self.form = form_for(dims, memory.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -70,28 +72,28 @@ class BoundStates:
         self._slots, self._number, self._inputs = slots, number, inputs
 
     def advance(self, layer: int, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Decodes together, and each prompt by itself."""
-        inputs, dims = self._inputs, self._slots.dims
-        num, rows = inputs.num_decodes, inputs.rows.long()
-        qkv, found = qkv.float(), qkv.new_zeros(len(qkv), dims.num_value_heads, dims.value_dim).float()
-        parts = [(slice(0, num), rows[:num], 1)] if num else []
-        at = num
-        for chunk, (_, length) in enumerate(inputs.spans, start=num):
-            parts.append((slice(at, at + length), rows[chunk : chunk + 1], length))
-            at += length
-        for own, of_rows, length in parts:
-            shaped = (part[own].unflatten(0, (-1, length)) for part in (qkv, decay, beta))
-            found[own] = self._run(of_rows, length, conv, *shaped).flatten(0, 1)
-        return found
+        inputs, num, found = self._inputs, self._inputs.num_decodes, list[Tensor]()
+        if num:
+            found.append(self._decoded(DeltaInputs(qkv[:num], conv, decay[:num], beta[:num])))
+        if inputs.spans:
+            lengths = [length for _, length in inputs.spans]
+            prompts = Prompts(inputs.rows[num:], inputs.q_starts[num:], num, lengths)
+            own = DeltaInputs(qkv[num:], conv, decay[num:], beta[num:])
+            found.append(self._slots.form.prompts(self._states, prompts, own))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _run(
-        self, rows: Tensor, length: int, conv: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
-    ) -> Tensor:
-        """[N, length, ...] of the requests in `rows` -> [N, length, value heads, value_dim]."""
-        windows, matrices = (tensor[:, self._number] for tensor in self._slots.tensors)
-        mixed, window = convolved(qkv, windows.index_select(0, rows), conv)
-        windows.index_copy_(0, rows, window)
-        heads = heads_of(mixed, decay, beta, self._slots.dims)
-        out, state = (one_step if length == 1 else many_steps)(heads, matrices.index_select(0, rows))
-        matrices.index_copy_(0, rows, state)
-        return out.transpose(1, 2)
+    def _decoded(self, given: DeltaInputs) -> Tensor:
+        """The rows of one token each."""
+        return self._slots.form.steps(self._states, self._inputs.rows[: len(given.qkv)], given)
+
+    @property
+    def _states(self) -> LayerStates:
+        return LayerStates(*(tensor[:, self._number] for tensor in self._slots.tensors))
+
+
+def form_for(dims: Recurrence, device: torch.device) -> DeltaForm:
+    if device.type == "cuda":
+        from penstock.models.triton_delta import TritonDelta
+
+        return TritonDelta()
+    return ReadableDelta(dims)

@@ -148,6 +148,14 @@ class AtBoundaries(Placement):
         ends = [*kept.ends, (start // self._every + 1) * self._every if self._every else 0]
         return min([num_tokens, *(end - start for end in ends if end > start)])
 
+    def most_drafts(self, running: RunningRequest) -> int:
+        """A state is kept behind a token whose place is certain. So the chunk that ends at a boundary has no
+        drafts, nor has the one before it, which may follow drafts that are not verified yet."""
+        if not self._every:
+            return super().most_drafts(running)
+        start = running.num_planned
+        return max(0, (start // self._every + 1) * self._every - start - 3)
+
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
         kept, begins, ends = self._kept[running.life], None, None
         if kept.begins is not None and not kept.is_read:

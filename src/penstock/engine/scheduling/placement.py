@@ -3,6 +3,7 @@ ordinary requests: all of it is on the device while they run."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +33,6 @@ class Placement:
     """Has no state of a request: one serves all ordinary ones. `Windowed` overrides it for models whose
     tokens see only the last ones, `Deep` for a request that has only its last blocks on the device."""
 
-    may_draft = True  # drafts may be verified for it
     # Blocks that it has on the device at most, however long it gets. None: all of its blocks.
     fixed_blocks: int | None = None
     saves_rest = True  # a retraction saves its last blocks, too, though they are not full
@@ -160,6 +160,10 @@ class Placement:
         """How many of its next `num_tokens` come before a boundary at which a chunk has to end."""
         return num_tokens
 
+    def most_drafts(self, running: RunningRequest) -> int:
+        """Drafts that may be verified with its next token."""
+        return sys.maxsize
+
     def computed(self, running: RunningRequest, fence: Fence | None) -> None:
         """A step with tokens of it was read; `fence` follows the step."""
 
@@ -168,7 +172,8 @@ class Placement:
         return False
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
-        """Where tokens `start` to `end` and `room` more are, and the context of these tokens."""
+        """Where tokens `start` to `end` and `room` more are, and the context of these tokens. The real start
+        may be as many tokens earlier as drafts of it are not verified yet (`num_drafted`)."""
         return Placed(running.table.slots(end + room))
 
     def take_scores(self, given: PartScores) -> None:
