@@ -19,12 +19,12 @@ from penstock.config import EngineConfig, KvConfig, LoraConfig
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution import states
 from penstock.engine.execution.passes import STATES, StatePass, StepOps
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.states import StateSlots
 from penstock.errors import ConfigError
 from penstock.lanes.cpu import CpuLane
+from penstock.models import delta_rule
 from penstock.models.loader import read_config
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.report import Kind
@@ -107,8 +107,8 @@ def test_a_state_that_does_not_advance_is_noticed(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """The fault, in decodes and in prompts."""
-    right = getattr(states, form)
-    monkeypatch.setattr(states, form, lambda heads, state: (right(heads, state)[0], state))
+    right = getattr(delta_rule, form)
+    monkeypatch.setattr(delta_rule, form, lambda heads, state: (right(heads, state)[0], state))
     engine, prompt = make_engine(MODEL, prefill_chunk=50), prompts(120)
     assert generate(engine, prompt, max_tokens=20).tokens != expected(engine, prompt, 20)
 
