@@ -132,7 +132,7 @@ def test_what_memory_has_lost_is_read_from_disk(
 def test_a_state_that_is_damaged_or_gone_is_a_miss_and_an_earlier_one_serves(
     start: Start, disk: dict[str, Any], prompts: Prompts, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds invariant 23 for states."""
+    """Holds invariant 23: a state counts as any other block."""
     engine, prompt = start(**disk, state_every=64), prompts(150)
     generate(engine, prompt)
     forget_memory(engine)
@@ -274,6 +274,7 @@ def test_another_engine_continues_over_a_store(start: Start, shared: Shared, pro
 def test_a_store_that_has_lost_the_last_blocks_serves_an_earlier_state(
     start: Start, shared: Shared, prompts: Prompts
 ) -> None:
+    """Holds invariant 15a: a state without its blocks is of no use."""
     first, prompt = start(**REMOTE, state_every=64), prompts(150)
     generate(first, prompt)
     settle_all(first)

@@ -21,7 +21,7 @@ from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import STATES, StatePass, StepOps
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.engine.execution.states import StateSlots
+from penstock.engine.execution.states import BoundStates, StateSlots
 from penstock.errors import ConfigError
 from penstock.lanes.cpu import CpuLane
 from penstock.models import delta_rule
@@ -117,7 +117,7 @@ def test_two_requests_in_one_row_are_noticed(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault: a row is given to the next request while its owner still runs."""
-    advance = states.BoundStates.advance
+    advance = BoundStates.advance
 
     def one_row(bound: Any, *args: Any) -> Any:
         rows = bound._inputs.rows
@@ -126,7 +126,7 @@ def test_two_requests_in_one_row_are_noticed(
         rows[:] = own
         return found
 
-    monkeypatch.setattr(states.BoundStates, "advance", one_row)
+    monkeypatch.setattr(BoundStates, "advance", one_row)
     engine = make_engine(MODEL, capture=False)
     asked = [prompts(40, seed=seed) for seed in range(2)]
     found = [submit(engine, prompt, max_tokens=10) for prompt in asked]
@@ -252,14 +252,14 @@ def test_a_step_that_fails_in_the_middle_of_its_layers_spoils_no_later_request(
     running = [submit(engine, prompts(30, seed=seed), max_tokens=40) for seed in range(2)]
     while not all(one.tokens for one in running):
         engine.step()
-    advance, calls = states.BoundStates.advance, iter(range(10_000))
+    advance, calls = BoundStates.advance, iter(range(10_000))
 
     def fails_once(bound: Any, *args: Any) -> Any:
         if next(calls) == 1:
             raise RuntimeError("the second layer was told to fail")
         return advance(bound, *args)
 
-    monkeypatch.setattr(states.BoundStates, "advance", fails_once)
+    monkeypatch.setattr(BoundStates, "advance", fails_once)
     run_all(engine)
     assert all(one.finish is FinishReason.ERROR for one in running)
     asked = [prompts(40, seed=seed) for seed in (3, 4)]
