@@ -82,7 +82,7 @@ def case(lengths: Sequence[int], decodes: bool) -> Case:
         -0.1 * torch.rand(num, DIMS.num_value_heads, device=device),
         torch.rand(num, DIMS.num_value_heads, device=device),
     )
-    return Case(layers, Prompts(order, starts, 0, lengths), inputs, decodes)
+    return Case(layers, Prompts(order, starts, 0, max(lengths), lengths), inputs, decodes)
 
 
 def run(form: DeltaForm, case: Case, layer: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Hybrid models on CUDA: against `transformers` on the CPU, decode steps as replays, prompts op by op, and
+"""Hybrid models on CUDA: against `transformers` on the CPU, steps as replays and op by op, and
 the sizes of published models, whose heads have 256 values."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_a_hybrid_model_computes_on_cuda_what_transformers_computes(family: str,
     with served(save(reference, tmp_path), device="cuda") as engine:
         found = [scored(engine, prompt) for prompt in prompts]
         run_all(engine)
-        assert all(shape.is_decode for shape in engine.parts.executor.target.replays.buckets)
+        assert not all(shape.is_decode for shape in engine.parts.executor.target.replays.buckets)
         for tier in ("none", "device", "host"):
             if tier == "host":
                 settle_all(engine)

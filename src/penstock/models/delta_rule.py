@@ -44,11 +44,14 @@ class Prompts(NamedTuple):
     rows: Tensor  # int32 [N]: of their states
     starts: Tensor  # int32 [N + 1]: their tokens are counted from here on,
     before: int  # less so many
-    lengths: Sequence[int]
+    longest: int  # tokens, at most
+    lengths: Sequence[int] | None  # None: the host does not know them, and there may be tokens of no request
 
 
 class DeltaForm(Protocol):
     """How tokens run through states. Returns float32 [T, heads, value_dim]."""
+
+    needs_lengths: bool  # of prompts; such a step cannot be captured
 
     def steps(self, states: LayerStates, rows: Tensor, inputs: DeltaInputs) -> Tensor:
         """One token of the request in each of `rows`."""
@@ -59,6 +62,8 @@ class DeltaForm(Protocol):
 class ReadableDelta:
     """Implements `DeltaForm` in PyTorch."""
 
+    needs_lengths = True
+
     def __init__(self, dims: Recurrence) -> None:
         self._dims = dims
 
@@ -68,6 +73,7 @@ class ReadableDelta:
     def prompts(self, states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
         """One by one."""
         found, at = [], 0
+        assert prompts.lengths is not None
         for number, length in enumerate(prompts.lengths):
             own, at = slice(at, at + length), at + length
             parts = DeltaInputs(inputs.qkv[own], inputs.conv, inputs.decay[own], inputs.beta[own])

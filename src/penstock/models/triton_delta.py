@@ -5,8 +5,8 @@ readable form is `delta_rule.py`, whose arithmetic and float32 these follow. Own
     one token each     convolve_step, delta_step                        every request of the step at once
     prompts            convolve, keep_window, prepare_chunks, run_chunks    requests of any lengths at once
 
-Launches depend on shapes and on lengths that the host knows; where a request begins is read on the device, so
-steps of one token each can be captured. In a chunk, what each token stores depends on what those before it
+Launches depend on shapes and on the most tokens that a request may have; where each begins and ends is read
+on the device, so steps can be captured. In a chunk, what each token stores depends on what those before it
 have stored: `prepare_chunks` solves that for all chunks at once, `run_chunks` then takes a state through the
 chunks of its request. Padding shares a row: its programs may overtake each other, and what they leave there
 is finite and of no use.
@@ -37,6 +37,8 @@ _LEAST_SQUARE = 1e-6  # added to the square of a length, as in `delta_rule.py`
 class TritonDelta:
     """Implements `DeltaForm`."""
 
+    needs_lengths = False
+
     def steps(self, states: LayerStates, rows: Tensor, inputs: DeltaInputs) -> Tensor:
         qkv, sizes = inputs.qkv, _sizes(states, inputs)
         num, width = qkv.shape
@@ -61,8 +63,10 @@ class TritonDelta:
     def prompts(self, states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
         """All of them together."""
         mixed, sizes = _convolved(states, prompts, inputs), _sizes(states, inputs)
-        chunks, num = triton.cdiv(max(prompts.lengths), CHUNK), len(prompts.lengths)
+        chunks, num = triton.cdiv(prompts.longest, CHUNK), len(prompts.rows)
         found = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["VALUE_DIM"])
+        if prompts.lengths is None:
+            found.zero_()  # tokens of no request write KV, too, which has to be finite
         taken = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["KEY_DIM"])
         inside = mixed.new_empty(len(mixed), sizes["HEADS"], CHUNK)
         total = mixed.new_empty(len(mixed), sizes["HEADS"])
@@ -93,15 +97,15 @@ def _convolved(states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Te
     """float32 [T, width]; the windows of the rows move on."""
     qkv, width = inputs.qkv, inputs.qkv.shape[1]
     mixed = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
-    chunks, channels = triton.cdiv(max(prompts.lengths), CHUNK), triton.cdiv(width, CHANNELS)
+    chunks, channels = triton.cdiv(prompts.longest, CHUNK), triton.cdiv(width, CHANNELS)
     window = {"WIDTH": width, "WINDOW": inputs.conv.shape[2], "CHANNELS": CHANNELS}
     where, strides = (prompts.rows, prompts.starts, prompts.before), (qkv.stride(0), states.windows.stride(0))
-    convolve_kernel[len(prompts.lengths) * chunks, channels](
+    convolve_kernel[len(prompts.rows) * chunks, channels](
         *(qkv, inputs.conv, states.windows, mixed, *where, chunks, *strides),
         **window,
         TOKENS=CHUNK,
     )
-    keep_window_kernel[len(prompts.lengths), channels](*(qkv, states.windows, *where, *strides), **window)
+    keep_window_kernel[len(prompts.rows), channels](*(qkv, states.windows, *where, *strides), **window)
     return mixed
 
 

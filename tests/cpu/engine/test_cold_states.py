@@ -522,7 +522,7 @@ def test_a_state_that_is_found_before_it_has_been_read_is_noticed(
 ) -> None:
     """The request would begin with whatever is in the slot."""
     monkeypatch.setattr(KeptStates, "pin", lambda own, owner, key: own.pool.pin([0], owner))
-    monkeypatch.setattr("penstock.kv.states.StateSearch.reads_first", lambda own, key, num: False)
+    monkeypatch.setattr("penstock.kv.states.ColdSearch.reads_first", lambda own, key, num: False)
     make = functools.partial(make_engine, MODEL, **ROOM, **REMOTE)
     first, prompt = make(), prompts(100)
     generate(first, prompt)

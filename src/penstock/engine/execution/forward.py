@@ -184,9 +184,11 @@ class Forward:
         return self.model.rope, self.attention.arena, *slots, *drafts
 
     def captures(self, shape: Shape) -> bool:
-        """Whether steps of this shape can be captured: how prompts run through states depends on their
-        lengths, which a replay does not know."""
-        return self.slots is None or shape.is_decode
+        """Whether steps of this shape can be captured. How prompts run through states may depend on their
+        lengths, which a replay does not know. Beside drafts, prompts are in no replay."""
+        if self.slots is None or shape.is_decode:
+            return True
+        return not self.slots.form.needs_lengths and self.state_drafts is None
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""

@@ -75,9 +75,10 @@ class BoundStates:
         inputs, num, found = self._inputs, self._inputs.num_decodes, list[Tensor]()
         if num:
             found.append(self._decoded(DeltaInputs(qkv[:num], conv, decay[:num], beta[:num])))
-        if inputs.spans:
-            lengths = [length for _, length in inputs.spans]
-            prompts = Prompts(inputs.rows[num:], inputs.q_starts[num:], num, lengths)
+        if len(qkv) > num:  # a captured step has no spans
+            lengths = [length for _, length in inputs.spans] or None
+            longest = max(lengths or [len(qkv) - num])
+            prompts = Prompts(inputs.rows[num:], inputs.q_starts[num:], num, longest, lengths)
             own = DeltaInputs(qkv[num:], conv, decay[num:], beta[num:])
             found.append(self._slots.form.prompts(self._states, prompts, own))
         return found[0] if len(found) == 1 else torch.cat(found)
