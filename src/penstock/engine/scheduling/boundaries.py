@@ -80,16 +80,24 @@ class AtBoundaries(Placement):
         return super().usable_keys(waiting)[: (waiting.num_tokens - 1) // self._ledger.block_tokens]
 
     def is_ready(self, waiting: WaitingRequest) -> bool:
+        is_known = self.is_known(waiting)
+        return super().is_ready(waiting) and is_known
+
+    def is_known(self, waiting: WaitingRequest) -> bool:
+        """Whether cold tiers have said which state they have for it."""
         self._compare(waiting)
         if waiting.search is None:
             waiting.search = self._states.search(self.usable_keys(waiting))
-        return super().is_ready(waiting) and (waiting.search is None or waiting.search.ready)
+        return waiting.search is None or waiting.search.ready
 
     def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
         """Its blocks are read or loaded meanwhile, or when it has a table."""
-        num = match.num_blocks + match.num_colder
+        return self.reads_state_first(waiting, match.num_blocks + match.num_colder, match.num_known)
+
+    def reads_state_first(self, waiting: WaitingRequest, num: int, num_known: int) -> bool:
+        """It would begin after `num` blocks; `num_known` are cached."""
         key = self.usable_keys(waiting)[num - 1] if num else None
-        return waiting.search is not None and waiting.search.reads_first(key, match.num_known)
+        return waiting.search is not None and waiting.search.reads_first(key, num_known)
 
     def prefetch(self, waiting: WaitingRequest, is_next: bool) -> Prefetch | None:
         """As far as there is a state, once that is known."""
