@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
         ("sampling", 14, ""),
         ("drafts", 13, ""),
         ("states", 1, ""),
+        ("delta", 15, ""),
         ("experts", 12, "groups"),
     ],
 )
