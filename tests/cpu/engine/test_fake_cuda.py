@@ -21,13 +21,21 @@ from penstock.engine.build import build
 from penstock.engine.execution import states
 from penstock.models import triton_experts
 from penstock.models.delta_net import DeltaLayer
-from penstock.models.model import Experts, Routing
+from penstock.models.model import Experts, GroupedRouting, ModelConfig, Routing
 from penstock.models.registry import BUILT_IN
+from penstock.models.triton_layers import TritonLayerOps
+from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_GLM4_MOE,
+    TINY_GRANITE,
+    TINY_OLMO2,
+    TINY_SMOLLM3,
+)
 from tests.cpu.engine.test_eagle_engine import write_random_eagle
 from tests.support.driving import tiny_config
 from tests.support.fake_cuda import fake_cuda
 
-HYBRID, WINDOWS = "tiny-qwen3.5", "tiny-windows"
+HYBRID, WINDOWS, OTHERS = "tiny-qwen3.5", "tiny-windows", "tiny-others"
 
 
 def config_of(model: str, **settings: Any) -> Config:
@@ -65,6 +73,16 @@ def test_steps_with_windows_and_with_drafts_over_states_are_captured(monkeypatch
         with fake_cuda() as gpu:
             assert build(config).parts.executor.target.replays.buckets
             assert gpu.num_launched > 100
+
+
+@pytest.mark.parametrize("dims", [TINY_GEMMA3, TINY_GLM4_MOE, TINY_GRANITE, TINY_OLMO2, TINY_SMOLLM3])
+def test_steps_of_layers_that_add_up_otherwise_are_captured(
+    dims: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BUILT_IN, OTHERS, dims)
+    with fake_cuda() as gpu:
+        assert build(config_of(OTHERS)).parts.executor.target.replays.buckets
+        assert gpu.num_launched > 100
 
 
 def test_states_are_kept_and_begun_with_by_steps_that_wait_for_nothing() -> None:
@@ -128,3 +146,33 @@ def test_the_router_of_many_experts_fits_into_a_multiprocessor(num_experts: int)
             sizes = {"NUM": num_experts, "PADDED": num_experts}
             triton_experts._logits(x, experts.router, sizes, overlaps=True)
         assert gpu.num_launched == len(gpu.kernels) == 2
+
+
+@pytest.mark.parametrize(("num_experts", "num_groups", "top_groups"), [(160, 1, 1), (256, 8, 4)])
+def test_the_choice_from_groups_fits_into_a_multiprocessor(
+    num_experts: int, num_groups: int, top_groups: int
+) -> None:
+    """Compiled for Hopper, with the numbers of GLM-4.6 and of more groups."""
+    routing = GroupedRouting(
+        num_experts, 8, 512, True, num_groups=num_groups, top_groups=top_groups, scale=2.5
+    )
+    with fake_cuda(compiles=True) as gpu:
+        made = {"dtype": torch.bfloat16, "device": "cuda"}
+        bias = torch.empty(num_experts, device="cuda")
+        router = torch.empty(num_experts, 2048, **made)
+        experts = Experts(router, None, None, torch.empty(0), routing, bias=bias)
+        for num_tokens in (1, 1024):
+            triton_experts.choose(torch.empty(num_tokens, 2048, **made), experts, num_tokens > 1)
+        assert len(gpu.kernels) == 5  # routers, choices, and the places of many tokens
+
+
+def test_the_gate_with_gelu_fits_into_a_multiprocessor() -> None:
+    """Compiled for Hopper, with the widths of Gemma 3 4B: one launch for few rows, after a product for many;
+    and a norm of bfloat16 whose weights are float32."""
+    with fake_cuda(compiles=True) as gpu:
+        weight = torch.empty(2 * 10240, 2560, dtype=torch.bfloat16, device="cuda")
+        for num_tokens in (4, 300):
+            x = torch.empty(num_tokens, 2560, dtype=torch.bfloat16, device="cuda")
+            assert TritonLayerOps().gelu_gated(x, weight).shape == (num_tokens, 10240)
+        TritonLayerOps().rms_norm(x, torch.empty(2560, device="cuda"), 1e-6)
+        assert len(gpu.kernels) == 3
