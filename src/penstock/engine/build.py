@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock import __version__
-from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
+from penstock.config import FEWEST_RESIDENT, GIB, Config, ExpertsConfig, ModelSource
 from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore, open_store
@@ -36,18 +36,28 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
-from penstock.engine.execution.passes import STATES, Pass, PoisonPass, StatePass, StepLimits
+from penstock.engine.execution.passes import STATES, Pass, PoisonPass, SettlePass, StatePass, StepLimits
+from penstock.engine.execution.pooled import (
+    ExpertMemory,
+    ExpertPool,
+    PooledForward,
+    routed_layers,
+    with_choices,
+)
+from penstock.engine.execution.recorded import RoutingCounts, RoutingPass
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
 from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.state_drafts import StateDrafts
 from penstock.engine.execution.states import StateSlots
 from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
 from penstock.engine.parts import EngineParts
 from penstock.engine.recurrent import for_recurrent
+from penstock.engine.routed import all_expert_bytes, for_experts, num_expert_slots
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
@@ -58,21 +68,32 @@ from penstock.engine.scheduling.lengths import (
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
+from penstock.experts.order import ORDERS
+from penstock.experts.routing import RoutingWriter
+from penstock.experts.slots import ExpertSlots
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
-from penstock.kv.states import KeptStates
+from penstock.kv.memory import (
+    BlockLayout,
+    DeviceArena,
+    HostArena,
+    StateLayout,
+    free_bytes,
+    limit_memory,
+)
 from penstock.lanes import cuda
-from penstock.lanes.cuda import make_lane
+from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
+from penstock.lanes.launched import LaunchedLane
 from penstock.models.adapters import blank_weights, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
-from penstock.models.loader import LoadedModel, inspect_model, load_model
+from penstock.models.loader import LoadedModel, ModelFacts, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
+from penstock.models.registry import architecture_of
 from penstock.observe import Observers, all_of
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
@@ -81,6 +102,7 @@ from penstock.speculation.eagle import read_eagle, read_eagle_config
 from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
+from penstock.speculation.shipped import shipped_head
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
 
@@ -152,11 +174,29 @@ class _Setup:
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
+    launcher: Lane | None = None  # of lanes whose work waits for what the device computes
+    pool: ExpertPool | None = None
+    routing: RoutingWriter | None = None
 
     def lane(self, name: str) -> Lane:
-        self.lanes.append(make_lane(name, self.device, all_of(self.observers.lanes)))
-        self.undo.callback(_close, self.lanes[-1].close)
-        return self.lanes[-1]
+        return self._kept(make_lane(name, self.device, all_of(self.observers.lanes)))
+
+    def step_lane(self, name: str) -> Lane:
+        """For work that the engine thread submits. Where experts come and go, a thread launches it."""
+        if not self.config.source.experts_in_host:
+            return self.lane(name)
+        observer = all_of(self.observers.lanes)
+        inner = make_lane(f"{name}, launched", self.device, observer)
+        launcher = self.launcher or make_launcher(inner, observer)
+        lane = self._kept(LaunchedLane(name, inner, launcher, observer))
+        if self.launcher is None:  # behind the first of its lanes, which close in order
+            self.launcher = self._kept(launcher)
+        return lane
+
+    def _kept(self, lane: Lane) -> Lane:
+        self.lanes.append(lane)
+        self.undo.callback(_close, lane.close)
+        return lane
 
 
 class _Models(NamedTuple):
@@ -166,6 +206,8 @@ class _Models(NamedTuple):
     proposer: DraftHead | DraftModel | None
     group: KvGroup  # of all layers
     num_blocks: int
+    experts: ExpertMemory | None = None  # None: all are on the device
+    routing: RoutingCounts | None = None  # None: nothing is recorded
 
     @property
     def target(self) -> Decoder:
@@ -254,6 +296,8 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
             scoring=scoring,
             observers=setup.observers,
             trace=trace,
+            experts=setup.pool,
+            routing=setup.routing,
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,
@@ -271,16 +315,87 @@ def _prompt_limits(cache: KvCache, max_model_len: int, vocab: int) -> PromptLimi
 def _models(setup: _Setup) -> _Models:
     config, device = setup.config, setup.device
     _check_deterministic(config, device)
+    config = setup.config = _with_experts(setup)
     loaded = _load(setup, config.source, config.source.deterministic)
     config = setup.config = for_recurrent(config, loaded.model.config)
-    proposer = _head(config, loaded.model) or _draft(setup, loaded)
+    experts, routing = _expert_memory(setup, loaded.model), _routing_counts(setup, loaded)
+    proposer = _head(config, loaded) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
-    models = _Models(loaded, proposer, group, _num_blocks(config, layout, loaded.model))
+    group = KvGroup(
+        layout, _windows(loaded.model.config, own_dims), _state_layout(config, loaded.model.config)
+    )
+    num_blocks = _num_blocks(config, layout, loaded.model)
+    model = with_choices(loaded.model, experts is not None, config.experts.guesses, routing)
+    models = _Models(replace(loaded, model=model), proposer, group, num_blocks, experts, routing)
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
+
+
+def _with_experts(setup: _Setup) -> Config:
+    """Before weights are read: where they are depends on it."""
+    config, device = setup.config, setup.device
+    if (gib := config.source.device_memory_gib) is not None:
+        if device.type != "cuda":
+            raise ConfigError(f"--device-memory-gib {gib:g} needs --device cuda")
+        limit_memory(device, int(gib * GIB))
+    if config.experts == ExpertsConfig():
+        return config
+    return _as_routed(config, inspect_model(config.source, config.engine.max_model_len), device)
+
+
+def _as_routed(config: Config, facts: ModelFacts, device: torch.device) -> Config:
+    dtype, room = _dtype(config, device), None
+    if config.experts.on_device is not None:
+        rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
+        room = _room_for_experts(config, free_bytes(device) - rest, facts.config, device)
+    return for_experts(config, facts.config, dtype, room)
+
+
+def _room_for_experts(config: Config, free: float, dims: ModelConfig, device: torch.device) -> int | None:
+    """Bytes of `free` that --experts-on-device auto takes: what KV leaves, or half where no size is given.
+    None: any number, on a CPU."""
+    if device.type != "cuda":
+        return None
+    free -= _CUDA_SPARE_GIB * GIB + _working_bytes(config, dims, device)
+    kv_bytes = free / 2
+    if config.kv.device_blocks is not None:
+        kv_bytes = config.kv.device_blocks * layout_for(config, dims, device).block_bytes
+    elif config.kv.device_gib is not None:
+        kv_bytes = config.kv.device_gib * GIB
+    return max(0, int(free - kv_bytes))
+
+
+def _routing_counts(setup: _Setup, loaded: LoadedModel) -> RoutingCounts | None:
+    config, routing = setup.config.experts, loaded.model.config.routing
+    if config.record is None or routing is None:
+        return None
+    layers = [one.index for one in routed_layers(loaded.model)]
+    about = {"experts": routing.num_experts, "top_k": routing.top_k, "layers": layers}
+    setup.routing = RoutingWriter(config.record, {"model": loaded.name, **about})
+    setup.undo.callback(_close, setup.routing.close)
+    return RoutingCounts(tuple(layers), routing.num_experts, loaded.model.device)
+
+
+def _expert_memory(setup: _Setup, model: Decoder) -> ExpertMemory | None:
+    """Before KV is sized: it takes what is left."""
+    config, device = setup.config, setup.device
+    if not config.source.experts_in_host:
+        return None
+    free = free_bytes(device)
+    room = _room_for_experts(config, free, model.config, device)
+    num_slots = num_expert_slots(config, model.config, model.dtype, room, free)
+    memory = ExpertMemory(model, num_slots)
+    setup.undo.callback(_close, memory.close)
+    return memory
+
+
+def _state_layout(config: Config, dims: ModelConfig) -> StateLayout | None:
+    """Of states that are kept. None: there are none, or no host memory for them."""
+    if (recurrence := dims.recurrence) is None or not config.offload.enabled:
+        return None
+    return StateLayout(len(recurrence.layers), recurrence.num_bytes, recurrence.fingerprint())
 
 
 def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
@@ -327,7 +442,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         arena=storage.arena.name,
         max_paged=cache.num_pageable if may_be_paged else 0,
         max_parts=0 if division is None else blocks_for(max_model_len, division.part_tokens),
-        max_drafts=min(_MAX_STEP_DRAFTS, drafts * budget.max_batch),
+        max_drafts=_most_step_drafts(config),
         max_request_drafts=drafts,
         num_ahead=0 if models.proposer is None else drafts,
         num_layers=models.group.layout.num_layers,
@@ -347,11 +462,11 @@ def _executor(
 ) -> Executor:
     """The passes of a step. One for other layers is one more in the list."""
     limits, guard = sizes.limits, storage.guard
-    target, dims, lane = models.target, models.dims, setup.lane("compute")
+    target, dims, lane = models.target, models.dims, setup.step_lane("compute")
     uploads = Uploads(setup.device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
-    masks = Masks(grammars, limits.max_batch, lane)
+    masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
@@ -360,18 +475,23 @@ def _executor(
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
-    forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
+    states = _states(dims.recurrence, limits, storage.states, sampler)
+    parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
+    pool = _expert_pool(setup, models, lane)
+    forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
+    state_pass = None if states.slots is None else StatePass(states.slots, states.kept)
     passes: list[Pass | None] = [
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
-        None if slots is None else StatePass(slots, kept),
+        _routing_pass(setup, models, lane),
+        state_pass,
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
+        None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
         None if drafts is None else DraftPass(drafts, rows, replays),
     ]
     present = tuple(one for one in passes if one is not None)
@@ -382,30 +502,63 @@ def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampl
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
     buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
+    if forward.state_drafts is not None:
+        buckets += tuple(replace(one, has_drafts=True) for one in buckets if one.num_tokens > 1)
     return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
 
 
-def _state_slots(
-    dims: Recurrence | None, num_rows: int, device: torch.device, kept: KeptStates | None
-) -> tuple[StateSlots | None, StateSlots | None]:
-    """Of the rows and a row of padding, and of kept states. None: there are none."""
+def _expert_pool(setup: _Setup, models: _Models, lane: Lane) -> ExpertPool | None:
+    """None: all experts are on the device."""
+    memory, config, dims = models.experts, setup.config.experts, models.target.config.routing
+    if memory is None or dims is None or not isinstance(lane, LaunchedLane):
+        return None
+    order = ORDERS[config.order](len(memory.hosted) * dims.num_experts)
+    observer = all_of(setup.observers.pools)
+    slots = ExpertSlots(memory.num_slots, len(memory.hosted), dims.num_experts, order, observer)
+    setup.pool = ExpertPool(memory, slots, setup.lane("experts"), lane.inner, config.guesses)
+    return setup.pool
+
+
+def _routing_pass(setup: _Setup, models: _Models, lane: Lane) -> RoutingPass | None:
+    if models.routing is None or setup.routing is None:
+        return None
+    made = RoutingPass(models.routing, setup.routing, lane)
+    setup.observers += Observers(steps=(made,))
+    return made
+
+
+class _States(NamedTuple):
+    """Of the rows and a row of padding, kept ones, and what steps with drafts need. None: there are none."""
+
+    slots: StateSlots | None = None
+    kept: StateSlots | None = None
+    drafts: StateDrafts | None = None
+
+
+def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, sampler: Sampler) -> _States:
     if dims is None:
-        return None, None
-    needed, free = _state_bytes(dims, num_rows), free_bytes(device)
+        return _States()
+    num_rows, device = limits.max_batch, sampler.rejected.device
+    needed, free = _state_bytes(dims, num_rows, limits.max_drafts), free_bytes(device)
     if needed > free:
         raise ConfigError(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
-    rows = StateSlots(STATES, dims, num_rows + 1, device)
-    if kept is None:
-        return rows, None
-    pool, pinned = kept.pool, device.type == "cuda"
-    return rows, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned)
+    slots = StateSlots(STATES, dims, torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device))
+    drafts = StateDrafts(slots, limits.max_rows, sampler.rejected) if limits.max_drafts else None
+    return _States(slots, None if kept is None else StateSlots(kept.name, dims, kept.tensor), drafts)
 
 
-def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
-    return 0 if dims is None else (num_rows + 1) * dims.num_bytes
+def _state_bytes(dims: Recurrence | None, num_rows: int, num_drafts: int = 0) -> int:
+    if dims is None:
+        return 0
+    inputs = StateDrafts.num_bytes(dims, num_rows + num_drafts) if num_drafts else 0
+    return (num_rows + 1) * dims.num_bytes + inputs
+
+
+def _most_step_drafts(config: Config) -> int:
+    return min(_MAX_STEP_DRAFTS, config.speculation.drafts * config.engine.max_batch)
 
 
 def _paged(
@@ -417,7 +570,7 @@ def _paged(
     attention, kv = forward.attention, setup.config.kv
     piece_tokens = _CUDA_PIECE_TOKENS if setup.device.type == "cuda" else _CPU_PIECE_TOKENS
     piece_tokens = min(piece_tokens, sizes.max_model_len)
-    reads = PagedReads(storage.host_arena, attention, setup.lane("page"), piece_tokens)
+    reads = PagedReads(storage.host_arena, attention, setup.step_lane("page"), piece_tokens)
     num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
     return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, lane, uploads, num_kept))
 
@@ -443,7 +596,7 @@ def check_ahead(config: Config) -> None:
     device = device_for(config)
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
-    config = for_recurrent(config, facts.config)
+    config = for_recurrent(_as_routed(config, facts, device), facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
     if config.speculation.kind == "eagle":
         draft_dims = _eagle_dims(config, facts.config)
@@ -454,8 +607,11 @@ def check_ahead(config: Config) -> None:
             num_parameters + draft.num_parameters,
             (f"{facts.name} and of its draft model {draft.name}"),
         )
-    needed = num_parameters * _dtype(config, device).itemsize
-    free = free_bytes(device)
+    dtype, free = _dtype(config, device), free_bytes(device)
+    needed = num_parameters * dtype.itemsize
+    if config.source.experts_in_host and device.type == "cuda":
+        every = all_expert_bytes(facts.config, dtype)
+        needed -= every - (config.experts.wanted_bytes(every) or 0)
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
@@ -528,7 +684,7 @@ def _eagle_dims(config: Config, target: ModelConfig) -> ModelConfig:
 
 
 def _draft_source(config: Config) -> ModelSource:
-    return replace(config.source, model=config.speculation.path or "")
+    return replace(config.source, model=config.speculation.path or "", experts_in_host=False)
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -546,7 +702,8 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
     elif model.device.type == "cuda":
         free = free_bytes(model.device)
         num_bytes = free - max(
-            free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB
+            free * _CUDA_SPARE_SHARE,
+            _working_bytes(config, model.config, model.device) + _CUDA_SPARE_GIB * GIB,
         )
     else:
         num_bytes = CPU_KV_GIB * GIB
@@ -567,17 +724,18 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
     return min(num_blocks, 4 * most)
 
 
-def _working_bytes(config: Config, model: Decoder) -> float:
+def _working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> float:
     """Memory of the largest step besides weights and KV: a few rows per token of its widest layer, and logits
     during sampling."""
-    c = model.config
-    tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
-    per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * model.dtype.itemsize
+    c, item_bytes = dims, _dtype(config, device).itemsize
+    tokens = min(_prefill_chunk(config, device), c.max_position) + config.engine.max_batch
+    per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * item_bytes
     if config.speculation.kind == "eagle":  # three states, side by side, and normalised
-        per_token += 9 * c.hidden * model.dtype.itemsize
+        per_token += 9 * c.hidden * item_bytes
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
-    states = _state_bytes(c.recurrence, config.engine.max_batch)
+    num_drafts = _most_step_drafts(config)
+    states = _state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
@@ -596,7 +754,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
-        state_every=config.offload.state_every,
+        state_every=config.offload.state_every or 0,
     )
 
 
@@ -692,13 +850,15 @@ def _why_unpaged(dims: ModelConfig) -> str:
     return f"a model with {kind} is not paged out" if kind else ""
 
 
-def _head(config: Config, model: Decoder) -> DraftHead | None:
+def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
-    kind, path = config.speculation.kind, config.speculation.path
+    kind, path, model = config.speculation.kind, config.speculation.path, loaded.model
     if kind == "eagle":
         return read_eagle(Path(path or ""), model)
     if kind != "mtp":
         return None
+    if architecture_of(model.config).ships_heads:
+        return shipped_head(loaded, path)
     return installed_head(model) if path is None else read_head(Path(path), model)
 
 
@@ -746,7 +906,7 @@ def _target_part(
     layer has the shape of the target's last layer and uses the same attention."""
     dims = model.config
     if own_dims is not None:
-        return arena.tensor[:, : dims.num_layers], dims
+        return arena.tensor[:, : dims.num_kv_layers], replace(dims, num_layers=dims.num_kv_layers)
     if arena.layout.num_layers != dims.num_layers:  # a head's layer, or layers without KV
         dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
     return arena.tensor, dims

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -72,6 +73,36 @@ class BlockLayout:
             f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} "
             f"dtype={self.dtype}"
         ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """A slot with the state of one request in all recurrent layers, as float32 numbers."""
+
+    num_layers: int
+    block_bytes: int
+    fingerprint: bytes  # equal exactly if states are interchangeable byte by byte; readable
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.block_bytes // ITEM_BYTES[self.dtype],)
+
+
+class SlotLayout(Protocol):
+    """What an arena of host memory needs to know of a slot."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 _LOG = logging.getLogger(__name__)
@@ -153,39 +184,56 @@ def _must_fit(num_bytes: int, device: torch.device, name: str, where: str, lower
         ) from None
 
 
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """From now on this process has no more than that of a GPU, whatever the GPU has."""
+    total = torch.cuda.mem_get_info(device)[1]
+    if num_bytes > total:
+        raise ConfigError(
+            f"--device-memory-gib {num_bytes / GIB:g}: {device} has {total / GIB:.1f} GiB in all"
+        )
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on `device` now."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else torch's cached memory would count as used
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, total = torch.cuda.mem_get_info(device)
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        within = share * total - torch.cuda.memory_reserved(device) if share < 1 else free
+        return max(0, int(min(free, within)))
     return int(psutil.virtual_memory().available)
 
 
-def piece_slots(layout: BlockLayout) -> int:
+def piece_slots(layout: SlotLayout) -> int:
     """How many slots are pinned together: whole slots on whole pages. CUDA refuses a copy across two
     registrations, and a registration that shares a page with another."""
     step = mmap.PAGESIZE // math.gcd(layout.block_bytes, mmap.PAGESIZE)
     return step * max(1, _PIECE_BYTES // (step * layout.block_bytes))
 
 
+# by arena of host memory, what makes it smaller
+_FLAGS = {"host": "--kv-offload-host-gib", "kept states": "--kv-offload-states-gib"}
+
+
 class HostArena:
-    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no
-    padding block: no step reads it.
+    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first; of states
+    [num_slots, numbers]. It has no padding block: no step reads it.
 
     With a GPU, a slot may be used only after `prepare` has reported it: copies from and to unpinned memory
     would block the launching thread. `device` is the other end of the copies.
     """
 
     def __init__(
-        self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "host"
+        self, layout: SlotLayout, num_slots: int, device: torch.device | str, name: str = "host"
     ) -> None:
         if num_slots < 1:
             raise ConfigError(f"the {name} KV arena needs at least one block, got {num_slots}")
         self.name = name
         self.layout = layout
         self.num_slots = num_slots
-        self._device = torch.device(device)
-        self._memory = _untouched(self.num_bytes, name, "of memory", "--kv-offload-host-gib")
+        self.device = torch.device(device)
+        self._memory = _untouched(self.num_bytes, name, "of memory", _FLAGS.get(name, ""))
         self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(
             num_slots, *layout.shape
         )
@@ -193,7 +241,7 @@ class HostArena:
         self._pinned: list[int] = []  # addresses of registered pieces
         # An arena dropped without `close` must unregister, too: the next one may be mapped to the same
         # addresses.
-        weakref.finalize(self, _unregister_all, self._pinned, self._device).atexit = False
+        weakref.finalize(self, _unregister_all, self._pinned, self.device).atexit = False
         self._closed = False
 
     @property
@@ -215,7 +263,7 @@ class HostArena:
         its error with the thread). Memory that cannot be pinned ends it with a warning: the slots before are
         usable, the others never become ready.
         """
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             ready(range(self.num_slots))  # usable anyway, only slower
             self._find_ahead(stop)
             return
@@ -239,7 +287,7 @@ class HostArena:
         piece."""
         with self._lock:
             self._closed = True
-            _unregister_all(self._pinned, self._device)
+            _unregister_all(self._pinned, self.device)
 
     def _pin(self, slots: range) -> bool:
         address = self.tensor.data_ptr() + slots.start * self.layout.block_bytes
@@ -252,7 +300,7 @@ class HostArena:
         with self._lock:
             if self._closed:
                 return False
-            failure = _register(address, num_bytes, self._device)
+            failure = _register(address, num_bytes, self.device)
             if failure is None:
                 self._pinned.append(address)
         return failure is None or self._give_up(slots, failure)
@@ -339,6 +387,27 @@ def _unregister(address: int, device: torch.device) -> None:
         code = cudart.cudaHostUnregister(address)
         if int(code) != 0:
             _LOG.warning("a piece of host memory could not be unpinned: %s", cudart.cudaGetErrorString(code))
+
+
+class PinnedTensors:
+    """Host memory of tensors that lie on pages of their own, pinned for copies to a GPU until `close`."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Raises ConfigError if they cannot be pinned."""
+        self._device = device
+        self._addresses: list[int] = []
+        self._end = weakref.finalize(self, _unregister_all, self._addresses, device)
+        self._end.atexit = False
+        for tensor in tensors if device.type == "cuda" else ():
+            address = tensor.data_ptr()
+            if (why := _register(address, tensor.numel() * tensor.element_size(), device)) is not None:
+                _unregister_all(self._addresses, device)
+                raise ConfigError(f"--experts-on-device: host memory for experts cannot be pinned: {why}")
+            self._addresses.append(address)
+
+    def close(self) -> None:
+        """Idempotent. No copy may be in flight."""
+        self._end()
 
 
 class ArenaGuard:

@@ -51,6 +51,13 @@ class Recurrence:
         """The float32 state of one request in all layers."""
         return len(self.layers) * 4 * ((self.window - 1) * self.qkv_width + self.key_dim * self.out_width)
 
+    def fingerprint(self) -> bytes:
+        """Equal exactly if states are interchangeable byte by byte. Readable."""
+        return (
+            f"delta-rule/1 layers={len(self.layers)} heads={self.num_key_heads}/{self.num_value_heads} "
+            f"dims={self.key_dim}/{self.value_dim} window={self.window} dtype=float32"
+        ).encode()
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -134,13 +141,22 @@ class ModelConfig:
 
 class Experts(NamedTuple):
     """The weights of one layer's experts. Expert e is in slot `slots[e]` of both stacks, which on a CPU may
-    be lists of matrices."""
+    be lists of matrices. Below 0: it is in none."""
 
     router: Weight  # [num_experts, hidden]
     gate_up: Any  # [slots, 2 * ffn, hidden]: gate rows, then up rows
     down: Any  # [slots, hidden, ffn]
     slots: Tensor  # int32 [num_experts]
     routing: Routing
+    layer: int = 0
+
+
+class RoutedTokens(Protocol):
+    """Of each token of a step its experts, and what else a device keeps of the choice."""
+
+    @property
+    def ids(self) -> Tensor:
+        """[T, top_k], the likeliest first"""
 
 
 class PagedKv(Protocol):
@@ -193,6 +209,19 @@ class LayerOps(Protocol):
 
     def sigmoid(self, x: Tensor) -> Tensor: ...
 
-    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
         """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in
-        shares. Sums follow the order of a token's experts, never that of the batch."""
+        shares. Sums follow the order of a token's experts, never that of the batch. It is `choose`, `terms`,
+        `add_terms` and `summed`."""
+
+    def choose(self, x: Tensor, experts: Experts) -> Any:
+        """Which experts each token runs through: `RoutedTokens`."""
+
+    def terms(self, x: Tensor, experts: Experts, has_shared: bool) -> Tensor:
+        """Room for what the experts of each token return."""
+
+    def add_terms(self, x: Tensor, experts: Experts, chosen: Any, terms: Tensor) -> None:
+        """Fill in what the experts that are in a slot return. Several calls may fill in all of them."""
+
+    def summed(self, terms: Tensor, chosen: Any, experts: Experts, shared: Tensor | None) -> Tensor:
+        """What `routed` returns, once all terms are filled in."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -40,6 +41,17 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  #
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
 
+class Devices(NamedTuple):
+    """Where the tensors of a model are: experts may be on another device than the rest. All are laid out as
+    on `device`."""
+
+    device: torch.device
+    experts: torch.device
+
+    def of(self, weight: WeightSpec) -> torch.device:
+        return self.experts if weight.num_slots else self.device
+
+
 class LoadedWeights(NamedTuple):
     """Weights on the device, and their source."""
 
@@ -51,7 +63,7 @@ class LoadedWeights(NamedTuple):
 def load_directory(
     directory: Path,
     config: ModelConfig,
-    device: torch.device,
+    device: torch.device | Devices,
     dtype: torch.dtype,
     progress: Progress,
     forms: Forms | None = None,
@@ -63,11 +75,29 @@ def load_directory(
         for what in unread:
             log.warning("%s: not read: %s; only text is served", directory, what)
         _check_tied(stored, config, directory)
-        order = [part.name for weight in layout(config) for part in weight.parts]
-        reading = stack.enter_context(
-            closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name])))
-        )
+
+        def room(weight: WeightSpec) -> Weight:
+            return empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
+
         loaded = LoadedWeights({}, {})
+        reading = read_weights(layout(config), stored, room, loaded)
+        for _ in each_weight(config, "loading weights", progress):
+            next(reading)
+        for file in files:
+            file.check_unchanged()
+    return loaded
+
+
+def read_weights(
+    weights: Iterable[WeightSpec],
+    stored: Mapping[str, StoredTensor],
+    room: Callable[[WeightSpec], Weight],
+    loaded: LoadedWeights,
+) -> Iterator[None]:
+    """Read one of `weights` after the other into its `room`, and add it to `loaded`."""
+    weights = tuple(weights)
+    order = [part.name for weight in weights for part in weight.parts]
+    with closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name]))) as reading:
 
         def pieces(part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
             source, digests = stored[part.name], []
@@ -77,20 +107,14 @@ def load_directory(
                 yield rows, torch.frombuffer(data, dtype=DTYPES[source.dtype])
             loaded.content[part.name] = tensor_digest(part, source.dtype, digests)
 
-        for weight in each_weight(config, "loading weights", progress):
-            out = empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
+        for weight in weights:
+            loaded.tensors[weight.name] = out = room(weight)
             fill(out, weight, pieces)
-            loaded.tensors[weight.name] = out
-        for file in files:
-            file.check_unchanged()
-    return loaded
+            yield
 
 
-def open_tensors(
-    directory: Path, config: ModelConfig, stack: ExitStack
-) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
-    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
-    what else they have, in words."""
+def read_stored(directory: Path, stack: ExitStack) -> tuple[list[WeightFile], dict[str, StoredTensor]]:
+    """The files of the weights, open until `stack` ends, and all tensors that they have."""
     files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
     stored: dict[str, StoredTensor] = {}
     for file in files:
@@ -98,6 +122,15 @@ def open_tensors(
         if twice := [name for name in tensors if name in stored]:
             raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
         stored |= tensors
+    return files, stored
+
+
+def open_tensors(
+    directory: Path, config: ModelConfig, stack: ExitStack
+) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
+    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
+    what else they have, in words."""
+    files, stored = read_stored(directory, stack)
     architecture = architecture_of(config)
     own = architecture.laid_out(stored)
     check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, config, directory)
@@ -167,15 +200,25 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
         room[rows].copy_(values.reshape(-1, *room.shape[1:]))
 
 
-def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
+def empty_weight(weight: WeightSpec, device: torch.device | Devices, dtype: torch.dtype) -> Tensor:
     """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32
     products of a few rows take half the time so; embeddings are looked up by row and stay row-major."""
+    place = device.of(weight) if isinstance(device, Devices) else device
+    device = device.device if isinstance(device, Devices) else device
     if weight.exact:
-        return torch.empty(weight.shape, dtype=torch.float32, device=device)
+        return torch.empty(weight.shape, dtype=torch.float32, device=place)
     if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) > 1 and weight.name != "embed":
         *slots, rows, width = weight.shape
         return torch.empty(*slots, width, rows, dtype=dtype).mT
-    return torch.empty(weight.shape, dtype=dtype, device=device)
+    if device != place and device.type == "cuda":
+        return _mapped(weight.shape, dtype)
+    return torch.empty(weight.shape, dtype=dtype, device=place)
+
+
+def _mapped(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Host memory that shares no page with any other, so that it can be pinned."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weight:
@@ -302,16 +345,25 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
 def check_tensors(found: Mapping[str, tuple[Shape, str]], config: ModelConfig, where: Path) -> None:
     """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
     one ModelError."""
-    expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
+    own = {name: found[name] for name in found if not redundant(name, config)}
+    expected = {part.name for weight in layout(config) for part in weight.parts}
+    own |= {name: found[name] for name in expected if name in found}
+    message = f"the weights in {where} do not fit its configuration"
+    check_weights(own, layout(config), message)
+
+
+def check_weights(
+    found: Mapping[str, tuple[Shape, str]], weights: Iterable[WeightSpec], message: str
+) -> None:
+    """Raises a ModelError that begins with `message` if `found` is not what `weights` are read from."""
+    expected = {part.name: part.shape for weight in weights for part in weight.parts}
     problems = {
         "missing tensors": [name for name in expected if name not in found],
-        "unexpected tensors": [
-            name for name in found if name not in expected and not redundant(name, config)
-        ],
+        "unexpected tensors": [name for name in found if name not in expected],
         **_misfits(found, expected, DTYPES),
     }
-    refuse_any(problems, f"the weights in {where} do not fit its configuration")
+    refuse_any(problems, message)
 
 
 def _misfits(
@@ -383,7 +435,7 @@ def listed(names: Sequence[str]) -> str:
 def dummy_weights(
     config: ModelConfig,
     seed: int,
-    device: torch.device,
+    device: torch.device | Devices,
     dtype: torch.dtype,
     progress: Progress,
     forms: Forms | None = None,
@@ -391,14 +443,17 @@ def dummy_weights(
     """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in
     ** -0.5, so that every projection keeps its input's scale and logits differ. The same seed, dtype and kind
     of device give the same weights."""
-    generator = torch.Generator(device=device).manual_seed(seed % 2**63)
+    maker = device.device if isinstance(device, Devices) else device
+    generator = torch.Generator(device=maker).manual_seed(seed % 2**63)
     weights: dict[str, Weight] = {}
     for weight in each_weight(config, "making random weights", progress):
-        tensor = empty_weight(weight, device, dtype)
+        tensor = empty_weight(weight, maker, dtype)
         if tensor.dim() == 1:
             tensor.fill_(architecture_of(config).dummy_value(weight.name))
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+        if isinstance(device, Devices) and device.of(weight) != maker:
+            tensor = empty_weight(weight, device, dtype).copy_(tensor)
         weights[weight.name] = tensor
         if forms is not None:
             weights[weight.name] = empty_formed(weight, config, forms)
