@@ -421,7 +421,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     budget = _budget(config, setup.device, max_model_len)
     if not holds_all:
         budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
-    if storage.host_arena is not None and not any(dims.windows) and dims.recurrence is None:
+    if storage.host_arena is not None and not any(dims.windows):
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
@@ -432,6 +432,8 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     residency = ResidencyChoice.of(
         budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
     )
+    if dims.recurrence is not None:
+        residency = replace(residency, division=None, refusal="the model has recurrent layers")
     division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -846,8 +848,7 @@ def _max_model_len(
 
 def _why_unpaged(dims: ModelConfig) -> str:
     """Empty: a sequence may be partly in host memory."""
-    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
-    return f"a model with {kind} is not paged out" if kind else ""
+    return "a model with sliding windows is not paged out" if any(dims.windows) else ""
 
 
 def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
