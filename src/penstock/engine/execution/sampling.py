@@ -165,9 +165,8 @@ def _forbid_nothing(logits: Tensor) -> None:
 
 def _is_captured(bucket: Shape, kind: SampleKind) -> bool:
     """Steps with prompts take longer than launches do, and so does sorting many rows, which needs much memory
-    besides. What is kept of drafts is sampled op by op."""
-    is_plain = bucket.is_decode and not bucket.has_drafts
-    return is_plain and (kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED)
+    besides."""
+    return bucket.is_decode and (kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED)
 
 
 def _params(step: Step) -> Tensor | None:
