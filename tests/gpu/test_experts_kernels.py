@@ -277,3 +277,18 @@ def test_a_fault_among_few_pairs_turns_the_comparison_red(tmp_path: Path) -> Non
     ):
         with mutated(triton_experts, old, new, tmp_path) as mutant, pytest.raises(AssertionError):
             check(70, TINY, torch.float32, FEW, module=mutant)
+
+
+@pytest.mark.parametrize("num", [2, 20, 50])
+def test_terms_may_be_filled_in_by_several_calls(num: int) -> None:
+    """Bit for bit what one call fills in: an expert without a slot is left out until it has one."""
+    experts, x, ops = layer(TINY, HALF), tokens(num, TINY, HALF), TritonLayerOps()
+    shared = random(num, TINY.hidden, dtype=HALF, seed=6)
+    wanted = ops.routed(x, experts, shared)
+    chosen = ops.choose(x, experts)
+    terms = ops.terms(x, experts, has_shared=True)
+    for some in ([0, 3], [1], [2, 4, 5, 6, 7]):
+        slots = torch.full_like(experts.slots, -1)
+        slots[some] = experts.slots[some]
+        ops.add_terms(x, experts._replace(slots=slots), chosen, terms)
+    assert torch.equal(ops.summed(terms, chosen, experts, shared), wanted)
