@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="NOT TESTED: kernels need triton")
 
 from triton.runtime.jit import JITFunction
 
-from penstock.config import Config, SpeculationConfig
+from penstock.config import Config, KvConfig, SpeculationConfig
 from penstock.contract import Chunk, Request, SamplingParams, Start, StateMove, StepPlan
 from penstock.engine.build import build
 from penstock.engine.execution import states
@@ -79,6 +79,14 @@ def test_states_are_kept_and_begun_with_by_steps_that_wait_for_nothing() -> None
         chunk = Chunk("a", 0, 16, (0,) * 16, slots.slots(32), True, 1, state=StateMove(0, 1))
         step = engine.parts.executor.launch(StepPlan(0, (chunk,), 0, (Start.of(0, request),)))
         assert step.wait_error() is None
+
+
+def test_kv_gets_what_a_step_and_the_replays_leave() -> None:
+    """By default, where states take most of the memory beside the weights."""
+    config = dataclasses.replace(config_of(HYBRID), kv=KvConfig())
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, capture=False))
+    with fake_cuda() as gpu:
+        assert build(config).parts.arena.num_bytes < gpu.free_bytes
 
 
 # ------------------------------------------------------------------------------------------------- the faults
