@@ -740,7 +740,17 @@ def _working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> f
     states = _state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
+        states += _num_replayed(config, device, num_drafts) * c.vocab * item_bytes
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
+
+
+def _num_replayed(config: Config, device: torch.device, num_drafts: int) -> int:
+    """Rows whose logits captured steps with recurrent layers hold, each its own. Other models have room for
+    them in the spare share, of which states leave nothing."""
+    num_rows = config.engine.max_batch + num_drafts
+    if num_drafts:  # decode steps alone, with and without drafts
+        return 2 * sum(decode_sizes(num_rows))
+    return sum(shape.num_samples for shape in cuda_buckets(num_rows, _prefill_chunk(config, device)))
 
 
 def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
