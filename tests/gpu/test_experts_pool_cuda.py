@@ -36,6 +36,14 @@ pytestmark = pytest.mark.gpu
 SHARES = ("50%", "25%", "9%")  # the last has room for one token's experts of a layer
 
 
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 class LaunchedCudaRig(CudaRig):
     """All lanes share a launcher."""
 
