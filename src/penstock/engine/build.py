@@ -864,6 +864,9 @@ def _why_unpaged(dims: ModelConfig) -> str:
 def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
     kind, path, model = config.speculation.kind, config.speculation.path, loaded.model
+    name = model.config.architecture
+    if kind in ("mtp", "eagle") and not architecture_of(model.config).takes_heads:
+        raise ConfigError(f"--speculate {kind} is not supported for models of type {name}")
     if kind == "eagle":
         return read_eagle(Path(path or ""), model)
     if kind != "mtp":
