@@ -37,6 +37,7 @@ from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
 from penstock.engine.execution.passes import STATES, Pass, PoisonPass, SettlePass, StatePass, StepLimits
+from penstock.engine.execution.rejection import FreeDraws, RejectionSampler
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
@@ -352,15 +353,15 @@ def _executor(
     limits, guard = sizes.limits, storage.guard
     target, dims, lane = models.target, models.dims, setup.lane("compute")
     uploads = Uploads(setup.device, lane)
-    sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
-    rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
+    draws, sampler = _sampling(setup, models, limits, lane, uploads)
+    rejects = isinstance(sampler, RejectionSampler)
+    rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab, rejects)
     masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
-        draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     states = _states(dims.recurrence, limits, storage.cache.states, sampler)
@@ -381,6 +382,21 @@ def _executor(
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
+
+
+def _sampling(
+    setup: _Setup, models: _Models, limits: StepLimits, lane: Lane, uploads: Uploads
+) -> tuple[RowDraws, Sampler]:
+    """How drafts are drawn on the device, and how tokens are."""
+    dims, num_rows, most = models.dims, limits.max_batch + 1, limits.num_ahead
+    given = limits.max_batch, dims.vocab, lane, uploads, most, dims.eos_ids
+    if setup.config.speculation.sampling != "rejection" or not limits.max_drafts:
+        return RowDraws(num_rows, dims.vocab, uploads), Sampler(*given)
+    draft_vocab = dims.vocab
+    if isinstance(models.proposer, DraftHead) and models.proposer.vocab is not None:
+        draft_vocab = len(models.proposer.vocab)
+    free = FreeDraws(num_rows, dims.vocab, uploads, max(1, most), draft_vocab if most else 1)
+    return free, RejectionSampler(*given, draws=free if most else None)
 
 
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:

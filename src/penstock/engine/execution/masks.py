@@ -36,7 +36,7 @@ class _Answer:
     masked_from: int  # generated tokens before the first mask
     matcher: Matcher | ThoughtMatcher | None = None  # made and used only by the mask thread
     # masks of the step that waits for it, and the generated tokens that it must have by then
-    waiting: tuple[StepMasks, _Asked, int] | None = None
+    waiting: tuple[StepMasks, _Wanted, int] | None = None
 
     def is_masked(self, chunk: Chunk) -> bool:
         """True if the step that samples `chunk` needs a mask. Not after reasoning that ended without a
@@ -45,7 +45,7 @@ class _Answer:
         return chunk.kv_len - self.num_prompt >= self.masked_from and not is_free
 
 
-class _Asked(NamedTuple):
+class _Wanted(NamedTuple):
     """The masks of one answer in a step."""
 
     answer: _Answer
@@ -137,12 +137,12 @@ class Masks:
             [at for at, _, _ in found],
             self._ring.access(Mode.READ),
         )
-        ready: list[_Asked] = []
+        ready: list[_Wanted] = []
         row = 0
         while row < len(found):
             _, answer, chunk = found[row]
             num_drafts = chunk.num_logits - 1
-            asked = _Asked(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
+            asked = _Wanted(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
             num_wanted = chunk.kv_len - num_drafts - answer.num_prompt
             if num_wanted == answer.num_known:
                 ready.append(asked)
@@ -166,10 +166,10 @@ class Masks:
             for request_id, tokens in news
             if tokens and (answer := self.answers.get(request_id))
         ]
-        by_step: dict[StepMasks | None, list[tuple[_Asked, Sequence[int]]]] = {}
+        by_step: dict[StepMasks | None, list[tuple[_Wanted, Sequence[int]]]] = {}
         for answer, tokens in told:
             answer.num_known += len(tokens)
-            masks, asked, num_wanted = answer.waiting or (None, _Asked(answer, -1, ()), -1)
+            masks, asked, num_wanted = answer.waiting or (None, _Wanted(answer, -1, ()), -1)
             if num_wanted != answer.num_known:
                 masks = None
             else:
@@ -187,14 +187,14 @@ class Masks:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _advance(news: Sequence[tuple[_Asked, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
+def _advance(news: Sequence[tuple[_Wanted, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
     for asked, tokens in news:
         if asked.answer.matcher is not None:
             asked.answer.matcher.consume(tokens)
     return [] if masks is None else _fill([asked for asked, _ in news], masks)
 
 
-def _fill(wanted: Sequence[_Asked], masks: StepMasks) -> list[GrammarEnd]:
+def _fill(wanted: Sequence[_Wanted], masks: StepMasks) -> list[GrammarEnd]:
     """Fill the masks of the next tokens. If no token is allowed, the request has ended, and its mask allows
     all."""
     rows, answers = masks.rows, [(one.answer, one.row) for one in wanted]

@@ -103,7 +103,10 @@ class SamplePass(Pass):
         plan, outputs, inputs = step.sampling, step.outputs, step.flow.bound_inputs()
         assert step.flow.logits is not None and outputs.sampled is not None
         drafted = step.packed.drafted
-        drafting = None if drafted is None else drafted.views(step.ints, inputs.tokens)
+        drafting = None
+        if drafted is not None:
+            positions = inputs.positions[inputs.sample_at] if plan.free is not None else None
+            drafting = drafted.views(step.ints, inputs.tokens, positions)
         given = plan, _params(step), self._allowed(step), drafting
         output = self.sampler.sample(step.flow.logits, inputs.sample_rows, *given)
         move(outputs.sampled, output.packed())
