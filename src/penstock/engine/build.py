@@ -45,6 +45,7 @@ from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.state_drafts import StateDrafts
 from penstock.engine.execution.states import StateSlots
+from penstock.engine.execution.synthetic import SyntheticSampler
 from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
@@ -85,6 +86,7 @@ from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
 from penstock.speculation.shipped import shipped_head
+from penstock.speculation.synthetic import EveryDeviceDraft, MadeUpDrafts
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
 
@@ -117,11 +119,13 @@ def build(
     progress: Progress = silent,
     sanitizer: Sanitizer | None = None,
     observers: Observers = _UNOBSERVED,
+    synthetic: bool = False,
 ) -> Engine:
-    """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
+    """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work.
+    `synthetic`: drafts are kept by chance, and answers are of no use; for `penstock bench drafts`."""
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
-    setup = _Setup(config, device, progress, sanitizer, observers)
+    setup = _Setup(config, device, progress, sanitizer, observers, synthetic)
     if sanitizer is not None:  # the first to hear: it may refuse
         setup.observers = sanitizer.observers + setup.observers
     if device.type == "cuda":
@@ -153,6 +157,7 @@ class _Setup:
     progress: Progress
     sanitizer: Sanitizer | None
     observers: Observers
+    synthetic: bool = False
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
@@ -391,7 +396,8 @@ def _sampling(
     dims, num_rows, most = models.dims, limits.max_batch + 1, limits.num_ahead
     given = limits.max_batch, dims.vocab, lane, uploads, most, dims.eos_ids
     if setup.config.speculation.sampling != "rejection" or not limits.max_drafts:
-        return RowDraws(num_rows, dims.vocab, uploads), Sampler(*given)
+        kind = SyntheticSampler if setup.synthetic else Sampler
+        return RowDraws(num_rows, dims.vocab, uploads), kind(*given)
     draft_vocab = dims.vocab
     if isinstance(models.proposer, DraftHead) and models.proposer.vocab is not None:
         draft_vocab = len(models.proposer.vocab)
@@ -830,8 +836,9 @@ def _speculation(
     most = speculation.drafts, limits.max_drafts
     drafting = [one.drafts for one in executor.passes if isinstance(one, DraftPass)]
     if drafting:
-        return DeviceDrafter(*most, costs, lambda: drafting[0].failed)
-    return NgramDrafter(*most, costs)
+        on_device = EveryDeviceDraft if setup.synthetic else DeviceDrafter
+        return on_device(*most, costs, lambda: drafting[0].failed)
+    return (MadeUpDrafts if setup.synthetic else NgramDrafter)(*most, costs)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

@@ -188,8 +188,9 @@ class Drafted(NamedTuple):
 
     def views(self, packed: Tensor, tokens: Tensor, positions: Tensor | None = None) -> DraftedInputs:
         sizes = [self.num_samples, self.num_samples, self.num_groups, self.num_groups]
-        parts = packed[self.at : self.at + sum(sizes)].split(sizes)
-        return DraftedInputs(*parts, tokens, self.num_drafts, self.num_unsure, positions)
+        unsure, group_of, starts, lengths = packed[self.at : self.at + sum(sizes)].split(sizes)
+        most = self.num_drafts, self.num_unsure
+        return DraftedInputs(unsure, group_of, starts, lengths, tokens, *most, positions)
 
     @staticmethod
     def num_ints(num_samples: int, num_groups: int) -> int:
