@@ -64,8 +64,7 @@ from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
-from penstock.kv.states import KeptStates
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
@@ -285,11 +284,20 @@ def _models(setup: _Setup) -> _Models:
     proposer = _head(config, loaded) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
+    group = KvGroup(
+        layout, _windows(loaded.model.config, own_dims), _state_layout(config, loaded.model.config)
+    )
     models = _Models(loaded, proposer, group, _num_blocks(config, layout, loaded.model))
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
+
+
+def _state_layout(config: Config, dims: ModelConfig) -> StateLayout | None:
+    """Of states that are kept. None: there are none, or no host memory for them."""
+    if (recurrence := dims.recurrence) is None or not config.offload.enabled:
+        return None
+    return StateLayout(len(recurrence.layers), recurrence.num_bytes, recurrence.fingerprint())
 
 
 def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
@@ -369,7 +377,7 @@ def _executor(
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    states = _states(dims.recurrence, limits, storage.cache.states, sampler)
+    states = _states(dims.recurrence, limits, storage.states, sampler)
     forward = Forward(target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
     replays = _replays(setup, limits, forward, sampler, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
@@ -422,9 +430,7 @@ class _States(NamedTuple):
     drafts: StateDrafts | None = None
 
 
-def _states(
-    dims: Recurrence | None, limits: StepLimits, kept: KeptStates | None, sampler: Sampler
-) -> _States:
+def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, sampler: Sampler) -> _States:
     if dims is None:
         return _States()
     num_rows, device = limits.max_batch, sampler.rejected.device
@@ -434,12 +440,9 @@ def _states(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
-    slots = StateSlots(STATES, dims, num_rows + 1, device)
+    slots = StateSlots(STATES, dims, torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device))
     drafts = StateDrafts(slots, limits.max_rows, sampler.rejected) if limits.max_drafts else None
-    if kept is None:
-        return _States(slots, None, drafts)
-    pool, pinned = kept.pool, device.type == "cuda"
-    return _States(slots, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned), drafts)
+    return _States(slots, None if kept is None else StateSlots(kept.name, dims, kept.tensor), drafts)
 
 
 def _state_bytes(dims: Recurrence | None, num_rows: int, num_drafts: int = 0) -> int:
@@ -642,7 +645,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
-        state_every=config.offload.state_every,
+        state_every=config.offload.state_every or 0,
     )
 
 

@@ -350,8 +350,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--kv-resident-tokens": {"kv": KvConfig(resident_tokens=512)},
     "--kv-residency": {"kv": KvConfig(residency="scored")},
     "--kv-events": {"kv": KvConfig(events=True)},
-    "--kv-offload-ssd-dir": {"offload": {"ssd_dir": "somewhere"}},
-    "--kv-offload-remote": {"offload": {"remote": "valkey://127.0.0.1"}},
     "--lora": {"lora": LoraConfig((("a", "somewhere"),))},
     "--lora-dir": {"lora": LoraConfig(dir="somewhere")},
 }

@@ -1,7 +1,7 @@
 """The states of recurrent layers: one slot for each row of device state, float32, at fixed addresses. Owns
 them, and how the tokens of a step run through them.
 
-    slot of one row:  [layer][the last inputs of the convolution | the matrix of each head]
+    slot:  [layer][the last inputs of the convolution] | [layer][the matrix of each head]
 
 A request has the slot of its row. Its first chunk clears the slot, and every later chunk continues from it,
 in the order of the compute lane. So whatever becomes of a request, the next one in its row clears the slot
@@ -13,10 +13,9 @@ chunks, in the same order; which slot is whose is the business of `kv/states.py`
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from penstock.contract import Access, Mode
@@ -26,22 +25,19 @@ from penstock.models.model import Recurrence
 
 
 class StateSlots:
-    """The memory: `num_slots` slots. On the device there is one for each row, and a last one for padding; in
-    host memory one for each kept state."""
+    """Slots in `memory`, float32 numbers [slots, numbers]. On the device there is one for each row, and a
+    last one for padding; in host memory one for each kept state."""
 
-    def __init__(
-        self, name: str, dims: Recurrence, num_slots: int, device: torch.device, pinned: bool = False
-    ) -> None:
-        """`name`: in declared accesses."""
+    def __init__(self, name: str, dims: Recurrence, memory: Tensor) -> None:
+        """`name`: in declared accesses. `memory` is finite from the start, so what padding leaves in its slot
+        stays so."""
         self.name = name
         self.dims = dims
         self.num_layers = len(dims.layers)
-        shape = (num_slots, self.num_layers)
-        head = (dims.num_value_heads, dims.key_dim, dims.value_dim)
-        # Zeros, hence finite: what padding leaves in its slot stays so. On a CPU they take no memory unused.
-        zeros = functools.partial(torch.zeros, device=device, pin_memory=pinned)
-        self.windows = zeros((*shape, dims.window - 1, dims.qkv_width))
-        self.matrices = zeros((*shape, *head))
+        window = (self.num_layers, dims.window - 1, dims.qkv_width)
+        heads = (self.num_layers, dims.num_value_heads, dims.key_dim, dims.value_dim)
+        windows, matrices = memory.split_with_sizes((math.prod(window), math.prod(heads)), dim=1)
+        self.windows, self.matrices = windows.unflatten(1, window), matrices.unflatten(1, heads)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

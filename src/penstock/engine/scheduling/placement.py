@@ -63,7 +63,7 @@ class Placement:
         match = ledger.match(keys, waiting.lease, waiting.want)
         if not life.computes and not match.pending and self._may_lease(waiting, match):
             # There was no lease, the device lost the blocks before it, or it has expired: ask again.
-            waiting.leased_at = match.num_blocks
+            waiting.leased_at = self.num_here(match)
             self._lease_again(waiting)
             match = ledger.match(keys, waiting.lease, waiting.want)
         return match
@@ -77,13 +77,18 @@ class Placement:
         """True if colder tiers may have blocks that neither the device nor the lease covers. They are asked
         once for each length of the device's match, so a waiting request does not ask in every plan."""
         prefix, lease = waiting.life.prefix, waiting.lease
-        if prefix is None or match.num_blocks == len(prefix.keys):
+        num_here = self.num_here(match)
+        if prefix is None or num_here == len(prefix.keys):
             return False
         if lease is not None and lease.expired:
             return True  # a request may wait longer than its lease lasts
-        if match.num_blocks == waiting.leased_at:
+        if num_here == waiting.leased_at:
             return False
-        return lease is None or lease.num_from(match.num_blocks) == 0
+        return lease is None or lease.num_from(num_here) == 0
+
+    def num_here(self, match: Match) -> int:
+        """Leading blocks on the device, of use or not."""
+        return match.num_blocks
 
     def _lease_again(self, waiting: WaitingRequest, whole: bool = False) -> None:
         """Ask colder tiers what they have of it now; of all its blocks if `whole`."""
