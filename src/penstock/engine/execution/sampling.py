@@ -168,8 +168,10 @@ def _forbid_nothing(logits: Tensor) -> None:
 
 def _is_captured(bucket: Shape, kind: SampleKind) -> bool:
     """Steps with prompts take longer than launches do, and so does sorting many rows, which needs much memory
-    besides."""
-    return bucket.is_decode and (kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED)
+    besides. Which drafts are kept is found out op by op."""
+    if not bucket.is_decode or bucket.has_drafts:
+        return False
+    return kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED
 
 
 def _params(step: Step) -> Tensor | None:
