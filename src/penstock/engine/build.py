@@ -391,7 +391,7 @@ def _executor(
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
         None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
-        None if drafts is None else DraftPass(drafts, rows, replays),
+        None if drafts is None else DraftPass(drafts, rows, replays, masks),
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
