@@ -366,9 +366,7 @@ def _executor(
     limits, guard = sizes.limits, storage.guard
     target, dims, lane = models.target, models.dims, setup.lane("compute")
     uploads = Uploads(setup.device, lane)
-    draws, sampler = _sampling(setup, models, limits, lane, uploads)
-    rejects = isinstance(sampler, RejectionSampler)
-    rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab, rejects)
+    draws, sampler, rows = _sampling(setup, models, limits, lane, uploads)
     masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
@@ -399,18 +397,20 @@ def _executor(
 
 def _sampling(
     setup: _Setup, models: _Models, limits: StepLimits, lane: Lane, uploads: Uploads
-) -> tuple[RowDraws, Sampler]:
+) -> tuple[RowDraws, Sampler, Rows]:
     """How drafts are drawn on the device, and how tokens are."""
     dims, num_rows, most = models.dims, limits.max_batch + 1, limits.num_ahead
     given = limits.max_batch, dims.vocab, lane, uploads, most, dims.eos_ids
-    if setup.config.speculation.sampling != "rejection" or not limits.max_drafts:
+    rejects = setup.config.speculation.sampling == "rejection" and limits.max_drafts > 0
+    rows = Rows(limits.max_batch, frozenset(dims.eos_ids), models.target.config.vocab, rejects)
+    if not rejects:
         kind = SyntheticSampler if setup.synthetic else Sampler
-        return RowDraws(num_rows, dims.vocab, uploads), kind(*given)
+        return RowDraws(num_rows, dims.vocab, uploads), kind(*given), rows
     draft_vocab = dims.vocab
     if isinstance(models.proposer, DraftHead) and models.proposer.vocab is not None:
         draft_vocab = len(models.proposer.vocab)
     free = FreeDraws(num_rows, dims.vocab, uploads, max(1, most), draft_vocab if most else 1)
-    return free, RejectionSampler(*given, draws=free if most else None)
+    return free, RejectionSampler(*given, draws=free if most else None), rows
 
 
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
