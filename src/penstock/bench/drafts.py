@@ -54,7 +54,8 @@ class DraftsBench:
                             continue
                         if not num:
                             plain[batch] = row["tokens_per_s"]
-                        row["against_plain"] = row["tokens_per_s"] / plain[batch]
+                        beside = plain.get(batch)
+                        row["against_plain"] = None if beside is None else row["tokens_per_s"] / beside
                         results.rows.append(row)
         return results
 
@@ -95,7 +96,7 @@ class DraftsBench:
         points = [
             (f"{row['drafts']} drafts, {row['synthetic_acceptance']:g}", row["batch"], row["against_plain"])
             for row in rows
-            if row["drafts"]
+            if row["drafts"] and row["against_plain"] is not None
         ]
         draw_points(axes, points, "requests at once", "against plain, synthetic acceptance")
 

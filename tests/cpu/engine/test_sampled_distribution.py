@@ -118,7 +118,7 @@ def test_tokens_follow_the_targets_distribution(option: str, engine: Engine) -> 
     check(engine, {"temperature": 1.0, **OPTIONS[option]}, seeds=range(1000, 1000 + REQUESTS))
 
 
-@pytest.mark.parametrize("option", ["plain", "top_k", "all"])
+@pytest.mark.parametrize("option", ["top_k", "all"])
 def test_with_rejection_sampling_tokens_follow_it_too(option: str, rejecting: Engine) -> None:
     check(rejecting, {"temperature": 1.0, **OPTIONS[option]}, seeds=[None] * REQUESTS)
 
