@@ -84,7 +84,7 @@ from penstock.speculation.eagle import read_eagle, read_eagle_config
 from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
-from penstock.speculation.shipped import shipped_head
+from penstock.speculation.shipped import check_shipped, shipped_head
 from penstock.speculation.synthetic import EveryDeviceDraft, MadeUpDrafts
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
@@ -492,9 +492,8 @@ def check_ahead(config: Config) -> None:
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
     config = for_recurrent(config, facts.config)
-    num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
-    if config.speculation.kind == "eagle":
-        draft_dims = _eagle_dims(config, facts.config)
+    num_parameters, names = facts.num_parameters, facts.name
+    draft_dims = _dims_of_head(config, facts.config)
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
         draft_dims = draft.config
@@ -523,6 +522,15 @@ def check_ahead(config: Config) -> None:
     num_blocks = room // layout.block_bytes if given is None else given
     group = KvGroup(layout, _windows(facts.config, draft_dims))
     _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))
+
+
+def _dims_of_head(config: Config, target: ModelConfig) -> ModelConfig | None:
+    """Those of a head with dimensions of its own. Raises ModelError if a head does not fit; reads no
+    tensor."""
+    directory, ships = Path(config.source.model).expanduser(), architecture_of(target).ships_heads
+    if config.speculation.proposer == "mtp" and ships and directory.is_dir():
+        check_shipped(directory, target)
+    return _eagle_dims(config, target) if config.speculation.kind == "eagle" else None
 
 
 def _check_deterministic(config: Config, device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import Config, ModelSource, SpeculationConfig
-from penstock.engine.build import build
+from penstock.engine.build import build, check_ahead
 from penstock.engine.engine import Engine
 from penstock.errors import ModelError
 from penstock.models.delta_net import GatedLayer
@@ -264,10 +264,12 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_head_that_does_not_fit_is_refused_by_name(case: str, make: Make) -> None:
+def test_a_head_that_does_not_fit_is_refused_by_name(case: str, make: Make, tmp_path: Path) -> None:
     head, why = REFUSED[case]
     with pytest.raises(ModelError, match=why):
         make(DENSE, tiny_tensors(DENSE) | head)
+    with pytest.raises(ModelError, match=why):  # a server says it before it reads weights
+        check_ahead(with_model(tmp_path / "model", 2))
 
 
 def test_a_head_in_files_of_its_own_is_refused(tmp_path: Path) -> None:
