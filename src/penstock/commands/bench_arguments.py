@@ -73,7 +73,7 @@ def _not_negative(text: str) -> float:
     return number if 0 <= number < float("inf") else refused(f"{text!r} is not a number of at least 0")
 
 
-def _shares(text: str) -> tuple[float, ...]:
+def _acceptance(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -99,7 +99,7 @@ def _add_restart(parser: Any, group: Any) -> None:
 
 def _add_acceptance(parser: Any, group: Any) -> None:
     text = "share of drafts that are kept, each behind kept ones"
-    options = {"type": _shares, "default": "0.5,0.7,0.9", "metavar": "A,B"}
+    options = {"type": _acceptance, "default": "0.5,0.7,0.9", "metavar": "A,B"}
     parser.add_argument("--synthetic-acceptance", help=text, **options)
 
 
