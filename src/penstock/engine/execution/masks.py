@@ -44,7 +44,7 @@ class _Answer:
     is_made: bool = False  # False when asked for a mask: its grammar could not be compiled again
     # masks of the step that waits for it, and the generated tokens that it must have by then: fewer if drafts
     # of the step before are rejected
-    waiting: tuple[StepMasks, _Wanted, range] | None = None
+    waiting: tuple[StepMasks, _WantedMasks, range] | None = None
     made: Sequence[int] = ()  # drafts that the device made after its last known token
 
     def is_masked(self, chunk: Chunk) -> bool:
@@ -65,14 +65,14 @@ class _Answer:
                 one.consume(tokens)
 
 
-class _Wanted(NamedTuple):
+class _WantedMasks(NamedTuple):
     """The masks of one answer in a step."""
 
     answer: _Answer
     row: int  # of the mask of its next token
     drafts: Sequence[int]  # the masks after them are in the rows behind it
 
-    def resolved(self) -> _Wanted:
+    def resolved(self) -> _WantedMasks:
         """With the drafts that the device made: -2 is the first of them."""
         made = self.answer.made
         if min(self.drafts, default=0) < -1 - len(made):
@@ -171,12 +171,12 @@ class Masks:
             [at for at, _, _ in found],
             self._ring.access(Mode.READ),
         )
-        ready: list[_Wanted] = []
+        ready: list[_WantedMasks] = []
         row = 0
         while row < len(found):
             _, answer, chunk = found[row]
             num_drafts = chunk.num_logits - 1
-            asked = _Wanted(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
+            asked = _WantedMasks(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
             num_wanted = chunk.kv_len - num_drafts - answer.num_prompt
             wanted = range(num_wanted - chunk.num_unsure, num_wanted + 1)
             if answer.num_known in wanted:
@@ -204,12 +204,12 @@ class Masks:
             for request_id, tokens in news
             if tokens and (answer := self.answers.get(request_id))
         ]
-        by_step: dict[StepMasks | None, list[tuple[_Wanted, Sequence[int]]]] = {}
+        by_step: dict[StepMasks | None, list[tuple[_WantedMasks, Sequence[int]]]] = {}
         for answer, tokens in told:
             answer.num_known += len(tokens)
             if made is not None:
                 answer.made = made[answer.row, 1:].tolist()
-            masks, asked, wanted = answer.waiting or (None, _Wanted(answer, -1, ()), range(0))
+            masks, asked, wanted = answer.waiting or (None, _WantedMasks(answer, -1, ()), range(0))
             if answer.num_known not in wanted:
                 masks = None
             else:
@@ -227,13 +227,13 @@ class Masks:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _advance(news: Sequence[tuple[_Wanted, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
+def _advance(news: Sequence[tuple[_WantedMasks, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
     for asked, tokens in news:
         asked.answer.consume(tokens)
     return [] if masks is None else _fill([asked for asked, _ in news], masks)
 
 
-def _fill(wanted: Sequence[_Wanted], masks: StepMasks) -> list[GrammarEnd]:
+def _fill(wanted: Sequence[_WantedMasks], masks: StepMasks) -> list[GrammarEnd]:
     """Fill the masks of the next tokens. If no token is allowed, the request has ended, and its mask allows
     all."""
     rows, filled = masks.rows, set[int]()
