@@ -82,6 +82,15 @@ class TorchLayerOps:
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        beta, decay = rows.float().chunk(2, dim=1)
+        return rate * F.softplus(decay + dt_bias), beta.sigmoid()
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = F.rms_norm(found, weight.shape, weight, eps)
+        gated = normed * F.silu(gate.float().unflatten(1, (-1, len(weight))))
+        return gated.flatten(1).to(gate.dtype)
+
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         return routed_by(self, x, experts, shared)
 
@@ -156,6 +165,7 @@ class OpsAround:
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self.silu_mul, self.sigmoid = ops.silu_mul, ops.sigmoid
         self.gelu_mul, self.gelu_gated = ops.gelu_mul, ops.gelu_gated
+        self.delta_gates, self.gated_norm = ops.delta_gates, ops.gated_norm
         self.terms, self.add_terms, self.summed = ops.terms, ops.add_terms, ops.summed
         self.ops = ops
 

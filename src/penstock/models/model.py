@@ -283,6 +283,14 @@ class LayerOps(Protocol):
 
     def sigmoid(self, x: Tensor) -> Tensor: ...
 
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, 2 * heads], for beta and then for the decay -> float32 [T, heads] of the decay's logarithm, and
+        of beta."""
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """float32 [T, heads, values], normalised by head, times silu of `gate` [T, heads * values], in whose
+        type it is returned."""
+
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
         """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in
         shares. Sums follow the order of a token's experts, never that of the batch. It is `choose`, `terms`,

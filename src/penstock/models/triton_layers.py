@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.models import triton_experts
+from penstock.models import triton_delta, triton_experts
 from penstock.models.model import Experts
 from penstock.models.triton_experts import Chosen
 
@@ -260,6 +260,12 @@ class TritonLayerOps:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return triton_delta.gates(rows, rate, dt_bias)
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return triton_delta.gated_norm(found, gate, weight, eps)
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         return triton_experts.routed(x, experts, shared)
