@@ -107,7 +107,7 @@ class Engine:
             num_more = max(0, sampling.max_tokens - 1)
             residency = self.residency.for_request(asked.residency, asked.pins, len(tokens), num_more)
         if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63))
+            sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63), is_free=True)
         return Request(
             asked.id or uuid.uuid4().hex,
             tokens,

@@ -35,6 +35,8 @@ STAGES = 1  # of both: with more, loads of the next chunk take shared memory tha
 # Products of float32 on tensor cores, in three of half the precision: as exact as sums in float32 are.
 PRECISION = "tf32x3"
 _LEAST_SQUARE = 1e-6  # added to the square of a length, as in `delta_rule.py`
+# Views of packed inputs, which have any alignment: one compiled kernel serves every step.
+_STEP_TENSORS = ["rows_ptr", "starts_ptr"]
 
 
 class TritonDelta:
@@ -208,7 +210,7 @@ def gated_norm_kernel(
 # ------------------------------------------------------------------------------------------------ convolution
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr"])
 def convolve_step_kernel(
     qkv_ptr,  # [requests, WIDTH]
     conv_ptr,  # [WIDTH, WINDOW]
@@ -250,7 +252,7 @@ def _loaded(qkv_ptr, window_at, first, places, channels, real, qkv_stride, WIDTH
     return x + tl.load(earlier_at, mask=before, other=0.0)
 
 
-@triton.jit(do_not_specialize=["before", "chunks"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before", "chunks"])
 def convolve_kernel(
     qkv_ptr,  # [T, WIDTH]
     conv_ptr,
@@ -289,7 +291,7 @@ def convolve_kernel(
     tl.store(out_at, _silu(total), mask=real)
 
 
-@triton.jit(do_not_specialize=["before"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before"])
 def keep_window_kernel(
     qkv_ptr,
     windows_ptr,
@@ -322,7 +324,7 @@ def keep_window_kernel(
 # ------------------------------------------------------------------------------------------------- delta rule
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr"])
 def delta_step_kernel(
     mixed_ptr,  # float32 [requests, WIDTH]: q, k, v behind the convolution
     decay_ptr,  # [requests, HEADS]
@@ -370,7 +372,7 @@ def _unit(x, LEAST: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) + LEAST)[:, None]
 
 
-@triton.jit(do_not_specialize=["before", "chunks"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before", "chunks"])
 def prepare_chunks_kernel(
     mixed_ptr,  # float32 [T, WIDTH]
     decay_ptr,  # [T, HEADS]
@@ -436,7 +438,7 @@ def prepare_chunks_kernel(
         tl.store(stored_at, stored, mask=by_value)
 
 
-@triton.jit(do_not_specialize=["before"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before"])
 def run_chunks_kernel(
     mixed_ptr,
     out_ptr,  # what tokens store, then what they return
