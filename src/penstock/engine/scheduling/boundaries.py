@@ -145,6 +145,7 @@ class AtBoundaries(Placement):
             running = kept.running
             if running is None or running.num_planned >= life.num_prompt:
                 del self._young[life]
+                kept.compared.clear()
             elif waiting not in kept.compared and life.prefix is not None and life.request.may_match:
                 kept.compared.add(waiting)
                 num, num_planned = _num_common(keys, life.prefix.keys), running.num_planned // size
