@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.forms import Matrix
-from penstock.models.model import Experts, ModelConfig
+from penstock.models.model import Experts, ModelConfig, Split
 from penstock.models.rotary import plain_frequencies
 
 _GRAIN_VALUES = 32768  # torch gives fewer to one thread
@@ -19,6 +19,14 @@ _GRAIN_VALUES = 32768  # torch gives fewer to one thread
 class TorchLayerOps:
     """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is
     applied."""
+
+    split = Split()
+
+    def embed(self, tokens: Tensor, table: Tensor | Matrix) -> Tensor:
+        return table.rows(tokens) if isinstance(table, Matrix) else F.embedding(tokens, table)
+
+    def logits(self, x: Tensor, weight: Tensor | Matrix, vocab: int) -> Tensor:
+        return weight.logits(x) if isinstance(weight, Matrix) else self.linear(x, weight)
 
     def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Matrix):
@@ -35,6 +43,9 @@ class TorchLayerOps:
 
     def linear_shares(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return weight.product(x) if isinstance(weight, Matrix) else self.linear(x, weight)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:

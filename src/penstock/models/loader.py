@@ -24,9 +24,10 @@ from penstock.models.form_choice import chosen_forms, wanted
 from penstock.models.forms import Forms
 from penstock.models.gguf_convert import CONVERTER_VERSION, Content, GgufModel, load_converted
 from penstock.models.hashed_file import HashedFile, WeightFile
-from penstock.models.model import LayerOps, ModelConfig
+from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
 from penstock.models.registry import BUILT_IN, architecture_of, layout, parse_config
+from penstock.models.split import part_of
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.models.weights import (
@@ -86,10 +87,11 @@ class _Load:
         config = read_config(path)
         forms, tokenizer = self._forms(config, weights), load_tokenizer(path, config)
         config = self._settled(config, tokenizer)
-        tensors, content = load_directory(path, config, self.device, self.dtype, self.progress, forms)
+        held = self._split or forms
+        tensors, content = load_directory(path, config, self.device, self.dtype, self.progress, held)
         digest = weights_digest(config, self.dtype, content.values(), forms)
         sampling = read_sampling(path) if self.source.generation_config == "auto" else {}
-        model = architecture_of(config).model(config, tensors, self.ops, digest)
+        model = architecture_of(config).model(self._part(config), tensors, self.ops, digest)
         return LoadedModel(model, tokenizer, name, self._held(forms), sampling), content
 
     def _gguf(self, name: str, file: HashedFile) -> LoadedModel | None:
@@ -116,14 +118,24 @@ class _Load:
         config = dataclasses.replace(config, max_position=max(config.max_position, positions))
         forms = self._forms(config, "float32" if self.weights == "auto" else self.weights)
         of = (config, self.source.seed, self.device, self.dtype)
-        digest, weights = dummy_digest(*of, forms), dummy_weights(*of, self.progress, forms)
-        model = architecture_of(config).model(config, weights, self.ops, digest)
+        digest = dummy_digest(*of, forms)
+        weights = dummy_weights(*of, self.progress, self._split or forms)
+        model = architecture_of(config).model(self._part(config), weights, self.ops, digest)
         return LoadedModel(model, tokenizer, name, self._held(forms))
 
     def _forms(
         self, config: ModelConfig, weights: WeightsName, in_4_bits: Collection[str] = ()
     ) -> Forms | None:
         return chosen_forms(weights, config, self.source.deterministic, self.progress, in_4_bits)
+
+    @property
+    def _split(self) -> Split | None:
+        """None: the whole model."""
+        return self.ops.split if self.ops.split.size > 1 else None
+
+    def _part(self, config: ModelConfig) -> ModelConfig:
+        """The dimensions that this rank computes with."""
+        return part_of(config, self.ops.split)
 
     def _settled(self, config: ModelConfig, tokenizer: TextCodec) -> ModelConfig:
         ends = tuple(sorted(tokenizer.eos_ids))
@@ -144,6 +156,10 @@ def load_model(
     """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens
     (None: the model's own). Every way in which a model can be unusable is a ModelError."""
     weights = wanted(source.weights, device.type, dtype)
+    if ops.split.size > 1:
+        if source.weights not in ("auto", "float32"):
+            raise ModelError(f"--weights {source.weights}: with --tensor-parallel only float32 is supported")
+        weights = "float32"
     with memory_needed(f"the weights of {source.model} do not fit into the memory of {device}"):
         return _Load(source, weights, device, dtype, ops, progress, max_model_len).run()
 

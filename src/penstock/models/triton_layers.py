@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.models import triton_experts
-from penstock.models.model import Experts
+from penstock.models.model import Experts, Split
 
 SILU_TILE = 1024  # values per program
 
@@ -162,6 +162,14 @@ def shares_kernel(
 class TritonLayerOps:
     """`LayerOps` for CUDA tensors."""
 
+    split = Split()
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(tokens, table)
+
+    def logits(self, x: Tensor, weight: Tensor, vocab: int) -> Tensor:
+        return self.linear(x, weight)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
@@ -234,6 +242,9 @@ class TritonLayerOps:
             x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile)
         )
         return out
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

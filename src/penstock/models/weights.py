@@ -27,9 +27,10 @@ from penstock.models.architecture import EMBED, HEAD, TensorSpec, WeightSpec
 from penstock.models.fields import Json, Shape, changed_fields, is_number
 from penstock.models.forms import Forms, Matrix, empty_matrix
 from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
-from penstock.models.model import ModelConfig, Weight
+from penstock.models.model import ModelConfig, Split, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, layout
+from penstock.models.split import Cut, cut_of
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,10 @@ def load_directory(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-    forms: Forms | None = None,
+    held: Forms | Split | None = None,
 ) -> LoadedWeights:
-    """The model's tensors on `device` in `dtype`, matrices in `forms` if given. Every byte is read once,
-    hashed, and copied to its final place."""
+    """The model's tensors on `device` in `dtype`, matrices in forms if given, or one rank's part of them.
+    Every byte is read once, hashed, and copied to its final place."""
     with ExitStack() as stack:
         files, stored, unread = open_tensors(directory, config, stack)
         for what in unread:
@@ -78,8 +79,12 @@ def load_directory(
             loaded.content[part.name] = tensor_digest(part, source.dtype, digests)
 
         for weight in each_weight(config, "loading weights", progress):
-            out = empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
-            fill(out, weight, pieces)
+            if isinstance(held, Split):
+                part = RankPart(weight, config, held)
+                out = part.filled(part.empty(device, dtype), pieces)
+            else:
+                out = empty_formed(weight, config, held) if held else empty_weight(weight, device, dtype)
+                fill(out, weight, pieces)
             loaded.tensors[weight.name] = out
         for file in files:
             file.check_unchanged()
@@ -165,6 +170,46 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
     else:
         room = torch.atleast_2d(room)
         room[rows].copy_(values.reshape(-1, *room.shape[1:]))
+
+
+class RankPart(NamedTuple):
+    """What one rank has of one tensor."""
+
+    weight: WeightSpec
+    config: ModelConfig
+    split: Split
+
+    def empty(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Room for it."""
+        shapes = (cut.shape(part.shape) for cut, part in zip(self.cuts, self.weight.parts, strict=True))
+        parts = (part._replace(shape=shape) for part, shape in zip(self.weight.parts, shapes, strict=True))
+        out = empty_weight(self.weight._replace(parts=tuple(parts)), device, dtype)
+        return out.zero_() if any(cut.has_gaps for cut in self.cuts) else out
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Of each part."""
+        specs, each = [], max(1, self.weight.num_slots)
+        parts = self.weight.parts[: len(self.weight.parts) // each]  # every slot has the same
+        shapes = tuple(part.shape for part in parts)
+        for index in range(len(parts)):
+            specs.append(cut_of(self.weight.name, index, shapes, (self.config, self.split)))
+        return tuple(specs) * each
+
+    def filled(self, out: Tensor, pieces: Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]) -> Tensor:
+        """`pieces`: as for `fill`, of whole tensors."""
+        cuts = iter(self.cuts)
+        for slot, parts in zip(out if self.weight.num_slots else (out,), self.weight.by_slot, strict=True):
+            start = 0
+            for part, cut in zip(parts, cuts, strict=False):
+                num = cut.shape(part.shape)[0]
+                room, start = slot[start : start + num], start + num
+                for rows, values in pieces(part):
+                    if len(part.shape) == 1:  # read as one row
+                        cut.put(room.unsqueeze(1), slice(0, part.shape[0]), values.reshape(-1, 1))
+                    else:
+                        cut.put(room, rows, values.reshape(-1, part.shape[1]))
+        return out
 
 
 def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -386,7 +431,7 @@ def dummy_weights(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-    forms: Forms | None = None,
+    held: Forms | Split | None = None,
 ) -> dict[str, Weight]:
     """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in
     ** -0.5, so that every projection keeps its input's scale and logits differ. The same seed, dtype and kind
@@ -399,11 +444,23 @@ def dummy_weights(
             tensor.fill_(architecture_of(config).dummy_value(weight.name))
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+        if isinstance(held, Split):  # cut from the whole tensor: the same model on any number of ranks
+            part = RankPart(weight, config, held)
+            weights[weight.name] = part.filled(part.empty(device, dtype), _whole_parts(weight, tensor))
+            continue
         weights[weight.name] = tensor
-        if forms is not None:
-            weights[weight.name] = empty_formed(weight, config, forms)
+        if held is not None:
+            weights[weight.name] = empty_formed(weight, config, held)
             put_rows(weights[weight.name], slice(None), tensor)
     return weights
+
+
+def _whole_parts(
+    weight: WeightSpec, tensor: Tensor
+) -> Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]:
+    """The parts of a whole tensor, as `fill` takes them."""
+    parts = {part.name: room for part, room in zip(weight.parts, _rooms(tensor, weight), strict=True)}
+    return lambda part: [(slice(0, part.shape[0]), parts[part.name])]
 
 
 def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> bytes:
