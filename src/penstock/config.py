@@ -481,6 +481,29 @@ class TraceConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class RanksConfig(Settings):
+    """One model over several processes, each with a part of it."""
+
+    tensor_parallel: int = setting(
+        1,
+        "divide the model among N processes, on CUDA one for each GPU",
+        rule="between 1 and 64",
+        metavar="N",
+    )
+    # also how long a collective may take, such as the sum behind a layer of the longest prompt
+    timeout_s: float = setting(
+        30.0,
+        "seconds after which a process that says nothing ends the engine",
+        name="rank_timeout_s",
+        rule="between 1 and 3600",
+    )
+
+    def check_together(self) -> None:
+        alone = self.tensor_parallel == 1
+        _need(not alone or self.timeout_s == 30.0, "--rank-timeout-s needs --tensor-parallel")
+
+
+@dataclass(frozen=True, slots=True)
 class LoraConfig(Settings):
     """Adapters in PEFT's format."""
 
@@ -661,6 +684,7 @@ class Config:
     lora: LoraConfig = LoraConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig = TraceConfig()
+    ranks: RanksConfig = RanksConfig()
 
     def shown(self) -> dict[str, Any]:
         """All fields, for reports. A store's URL is reduced to its scheme and host."""

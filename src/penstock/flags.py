@@ -22,6 +22,7 @@ from penstock.config import (
     LoraConfig,
     ModelSource,
     OffloadConfig,
+    RanksConfig,
     SanitizeConfig,
     ServerConfig,
     Setting,
@@ -43,6 +44,7 @@ TITLES = {
     SpeculationConfig: "speculative decoding",
     SanitizeConfig: "safety",
     TraceConfig: "trace",
+    RanksConfig: "several processes",
     LoraConfig: "adapters",
     ServerConfig: "server",
 }

@@ -59,9 +59,9 @@ from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
-from penstock.kv.build import KvGroup, Opened, open_cache
+from penstock.kv.build import Device, KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.states import KeptStates
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
@@ -74,6 +74,8 @@ from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence
 from penstock.models.progress import Progress, silent
 from penstock.observe import Observers, all_of
+from penstock.ranks.followed import Followed
+from penstock.ranks.start import Alone, Ranks, open_ranks
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
@@ -152,6 +154,7 @@ class _Setup:
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
+    ranks: Ranks = field(default_factory=Alone)
 
     def lane(self, name: str) -> Lane:
         self.lanes.append(make_lane(name, self.device, all_of(self.observers.lanes)))
@@ -195,12 +198,25 @@ class _Sizes(NamedTuple):
 def _build(setup: _Setup) -> Engine:
     with setup.undo:
         trace = _trace(setup)
+        _join(setup)
         models = _models(setup)
         if trace is not None:
             setup.observers += observers_of(trace, models.group.layout.block_bytes)
         engine = _assemble(setup, models, trace)
         setup.undo.pop_all()
     return engine
+
+
+def _join(setup: _Setup) -> None:
+    """Start the other ranks, or meet them: they load the model at the same time."""
+    num_devices = cuda.num_devices() if setup.device.type == "cuda" else 0
+    setup.ranks = open_ranks(setup.config, num_devices, setup.progress)
+    setup.undo.callback(_close, setup.ranks.close)
+    if 0 < num_devices < setup.ranks.size:  # gloo moves tensors by the host, which no capture can hold
+        log.warning(
+            "%d GPUs for %d ranks: they share them, and steps are not captured", num_devices, setup.ranks.size
+        )
+        setup.config = replace(setup.config, engine=replace(setup.config.engine, capture=False))
 
 
 def _trace(setup: _Setup) -> TraceFile | None:
@@ -257,6 +273,7 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,
+            ranks=setup.ranks,
         )
     )
 
@@ -277,7 +294,9 @@ def _models(setup: _Setup) -> _Models:
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
     group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
-    models = _Models(loaded, proposer, group, _num_blocks(config, layout, loaded.model))
+    num_blocks = _num_blocks(config, layout, loaded.model)
+    num_blocks = setup.ranks.num_blocks(loaded.model.digest, num_blocks, setup.progress)
+    models = _Models(loaded, proposer, group, num_blocks)
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
@@ -293,7 +312,8 @@ def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
     scope = _scope(models.target, models.group.layout, digest)
-    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.observers)
+    at = Device(setup.device, models.num_blocks, setup.ranks.make_mover)
+    storage = open_cache(setup.config, models.group, scope, at, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
     return storage
 
@@ -312,6 +332,11 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     if may_be_paged and config.source.deterministic:
         raise ConfigError(
             "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
+            "--max-model-len"
+        )
+    if may_be_paged and setup.ranks.size > 1:
+        raise ConfigError(
+            "--tensor-parallel: every sequence has to fit on the device; raise --device-kv-gib, or lower "
             "--max-model-len"
         )
     residency = ResidencyChoice.of(
@@ -362,7 +387,7 @@ def _executor(
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
     forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
-    replays = _replays(setup, limits, forward, sampler, lane)
+    replays = _replays(setup, limits, forward, sampler.pending, lane)
     paged = _paged(setup, storage, sizes, forward, lane, uploads)
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
@@ -372,17 +397,73 @@ def _executor(
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
+        setup.ranks.steps(limits, storage.host_arena, (sampler.pending, sampler.rejected)),
         None if drafts is None else DraftPass(drafts, rows, replays),
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
 
 
-def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
+class FollowerParts(NamedTuple):
+    """What a rank other than 0 runs on: no books, and nothing that chooses tokens."""
+
+    executor: Executor
+    lane: Lane
+    arena: DeviceArena
+    host_arena: HostArena | None
+
+
+def build_follower(config: Config, ranks: Followed) -> FollowerParts:
+    """Its sizes are those of rank 0."""
+    setup = _Setup(config, device_for(config), silent, None, _UNOBSERVED, ranks=ranks)
+    if setup.device.type == "cpu":
+        setup.threads = threads_by_load()
+        setup.threads.wait_first_look()
+    loaded = _load(setup, config.source)
+    layout = layout_for(config, loaded.model.config, setup.device)
+    num_blocks = _num_blocks(config, layout, loaded.model)
+    num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
+    arena, host_arena = DeviceArena(layout, num_blocks, setup.device), None
+    if ranks.num_host_blocks:
+        host_arena = HostArena(layout, ranks.num_host_blocks, setup.device)
+        host_arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
+    lane = setup.lane("compute")
+    executor = _follower_executor(setup, ranks, loaded, arena, lane)
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)
+        warm.capture_all(executor, silent)
+    return FollowerParts(executor, lane, arena, host_arena)
+
+
+def _follower_executor(
+    setup: _Setup, ranks: Followed, loaded: LoadedModel, arena: DeviceArena, lane: Lane
+) -> Executor:
+    """The passes that have collectives."""
+    limits, target, uploads = ranks.limits, loaded.model, Uploads(setup.device, lane)
+    assert limits is not None
+    pending = torch.zeros(
+        (limits.max_batch + 1, 1 + limits.num_ahead), dtype=torch.int32, device=setup.device
+    )
+    rejected = torch.zeros(limits.max_batch + 1, dtype=torch.int32, device=setup.device)
+    attention = _attention(*_target_part(arena, target, None), target.rope, target.config.num_kv_layers)
+    begin = (lambda: None) if setup.threads is None else setup.threads.look
+    forward = Forward(target, attention, pending, begin)
+    replays = _replays(setup, limits, forward, pending, lane)
+    target_pass = TargetPass(forward, replays, rejected)
+    tokens = ranks.steps(limits, None, (pending, rejected))
+    passes = (target_pass, PromptLogprobsPass(target, uploads), tokens)
+    masks = Masks(
+        Grammars(loaded.tokenizer, target.config.vocab, sorted(target.config.eos_ids)), limits.max_batch, lane
+    )
+    blank = functools.cache(lambda: blank_weights(target.config, target.dtype, target.device))
+    return Executor(lane, limits, passes, target_pass, masks, lambda adapter: blank())
+
+
+def _replays(setup: _Setup, limits: StepLimits, forward: Forward, pending: Tensor, lane: Lane) -> Replays:
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
     buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
-    return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
+    return Replays(lane, forward, packer, inputs, buckets, lambda: (pending, *forward.tensors))
 
 
 def _state_slots(
@@ -704,7 +785,7 @@ def _head(config: Config, model: Decoder) -> DraftHead | None:
 
 def _load(setup: _Setup, source: ModelSource, deterministic: bool = False) -> LoadedModel:
     config, device = setup.config, setup.device
-    ops = _layer_ops(device, deterministic)
+    ops = setup.ranks.ops(_layer_ops(device, deterministic))
     return load_model(
         source, device, _dtype(config, device), ops, setup.progress, config.engine.max_model_len
     )

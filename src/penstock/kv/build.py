@@ -4,8 +4,9 @@ the only place that wires storage, for the engine and for benchmarks."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +43,7 @@ _CUDA_OVERLAP_TOKENS = 1024
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _WRITE_QUEUE_BYTES = 512 << 20
 _UNOBSERVED = Observers()
+MakeMover = Callable[..., Mover]  # with the arguments of `Mover`
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
 
 
@@ -61,6 +63,14 @@ class KvGroup:
         return rule_for(self.windows, self.layout.block_tokens, states)
 
 
+class Device(NamedTuple):
+    """Where steps compute: so many blocks are there, and that is how they are moved."""
+
+    device: torch.device
+    num_blocks: int
+    make_mover: MakeMover = Mover
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A cache with the memory that steps compute in."""
@@ -75,11 +85,11 @@ def open_cache(
     config: Config,
     group: KvGroup,
     scope: Scope,
-    device: torch.device,
-    num_blocks: int,
+    at: Device,
     observers: Observers = _UNOBSERVED,
 ) -> Opened:
-    """`num_blocks` on the device, and the tiers that `config` names."""
+    """The blocks of the device, and the tiers that `config` names."""
+    device, num_blocks = at.device, at.num_blocks
     layout, states = group.layout, _kept_states(config, group, observers)
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
@@ -101,7 +111,7 @@ def open_cache(
     # may raise; before anything runs
     stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), reports)
     host = _open_host(config, host_arena, device, observers)
-    movers = make_movers(arena, host_arena, observers, checks)
+    movers = make_movers(arena, host_arena, observers, checks, at.make_mover)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
     cold = [
@@ -183,6 +193,7 @@ def make_movers(
     host_arena: HostArena,
     observers: Observers = _UNOBSERVED,
     checks: ByteChecks | None = None,
+    make_mover: MakeMover = Mover,
 ) -> tuple[Mover, Mover]:
     """From host memory to the device, and back."""
     observer, transfers = all_of(observers.lanes), all_of(observers.transfers)
@@ -193,7 +204,7 @@ def make_movers(
         lane = make_lane(name, arena.device, observer, priority)
         copier = make_copier(source.tensor, dest.tensor, arena.layout)
         ends, launcher = (source.name, dest.name), make_launcher(lane, observer)
-        return Mover(ends, copier, lane, launcher, checks, transfers)
+        return make_mover(ends, copier, lane, launcher, checks, transfers)
 
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 

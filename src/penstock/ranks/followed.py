@@ -1,0 +1,114 @@
+"""Rank 0, as the other ranks see it. Owns the connection to it and the queue of its messages.
+
+If rank 0 ends, or says nothing for a time, this process ends at once: nothing that it has is of use alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from torch import Tensor
+
+from penstock.engine.execution.passes import Pass, StepLimits
+from penstock.errors import RankLost
+from penstock.kv.build import MakeMover
+from penstock.kv.memory import HostArena
+from penstock.kv.transfer import Mover
+from penstock.models.model import LayerOps
+from penstock.models.progress import Progress
+from penstock.models.split import SplitOps
+from penstock.ranks.collectives import Collectives
+from penstock.ranks.passes import FollowedSteps
+from penstock.ranks.wire import Kind, Message, Wire
+
+log = logging.getLogger(__name__)
+
+_BEATS = 4  # in the time after which a silent rank counts as lost
+
+
+class Followed:
+    """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
+
+    make_mover: MakeMover = Mover
+
+    def __init__(self, wire: Wire, together: Collectives, timeout_s: float) -> None:
+        self.size = together.split.size
+        self.together = together
+        self.limits: StepLimits | None = None  # set by `num_blocks`, as is the next one
+        self.num_host_blocks = 0
+        self._wire, self._timeout_s = wire, timeout_s
+        self._messages = SimpleQueue[Message]()
+        self._over = threading.Event()
+        wire.set_timeout(timeout_s)
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+        threading.Thread(target=self._beat, name="rank-beats", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------- as `Ranks`
+
+    def ops(self, ops: LayerOps) -> LayerOps:
+        return SplitOps(ops, self.together.split, self.together)
+
+    def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
+        """Waits until rank 0 has chosen all sizes."""
+        self._wire.send(Kind.READY, {"digest": digest.hex(), "num_blocks": num_blocks})
+        message = self._messages.get()
+        if message.kind is not Kind.BEGIN:
+            raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
+        found = message.fields
+        self.limits, self.num_host_blocks = StepLimits(**found["limits"]), int(found["num_host_blocks"])
+        return self.limits.padding_slot  # the slot behind all others
+
+    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass:
+        return FollowedSteps(self.together, tokens)
+
+    def watch(self, lost: Callable[[RankLost], None]) -> None:
+        """A lost rank 0 ends this process."""
+
+    def close(self) -> None:
+        self._over.set()
+        self._wire.close()
+
+    # --------------------------------------------------------------------------------------------- messages
+
+    def next(self, timeout_s: float | None) -> Message | None:
+        """Block until rank 0 says something. None: it did not within `timeout_s`."""
+        try:
+            return self._messages.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def copied(self, number: int, error: str) -> None:
+        self._wire.send(Kind.COPIED, {"number": number, "error": error})
+
+    def failed(self, error: BaseException) -> None:
+        self._wire.send(Kind.FAILED, {"error": f"{type(error).__name__}: {error}"})
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._wire.receive()
+                if message.kind is not Kind.BEAT:
+                    self._messages.put(message)
+                if message.kind is Kind.END:
+                    return
+        except TimeoutError:
+            self._end(f"rank 0 did not answer for {self._timeout_s:g} s")
+        except Exception:
+            self._end("rank 0 has ended")
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._timeout_s / _BEATS):
+            try:
+                self._wire.send(Kind.BEAT)
+            except OSError:
+                self._end("rank 0 has ended")
+
+    def _end(self, why: str) -> None:
+        if not self._over.is_set():
+            log.warning("%s, and so does this rank", why)
+            logging.shutdown()
+            os._exit(1)

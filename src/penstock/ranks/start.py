@@ -1,0 +1,299 @@
+"""How ranks come together: rank 0 starts the others on its own machine, or meets those that torchrun started.
+Owns the meeting, and what several ranks change about an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from penstock import __version__
+from penstock.config import (
+    Config,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    SanitizeConfig,
+    Settings,
+    settings_of,
+)
+from penstock.engine.execution.passes import Pass, StepLimits
+from penstock.errors import ConfigError, RankLost
+from penstock.kv.build import MakeMover
+from penstock.kv.memory import HostArena
+from penstock.kv.transfer import Mover
+from penstock.models.model import LayerOps, Split
+from penstock.models.progress import Progress
+from penstock.models.split import SplitOps
+from penstock.ranks.collectives import Collectives, file_store, launched_store, process_group
+from penstock.ranks.copies import LedCopier, LedMover
+from penstock.ranks.leader import Leader, Peer
+from penstock.ranks.passes import LedSteps
+from penstock.ranks.wire import Kind, Wire, config_fields
+
+log = logging.getLogger(__name__)
+
+FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
+JOIN_S = 120.0  # for a process to start, and to import torch
+_LOOPBACK = "127.0.0.1"
+_CONTROL = "penstock/control"  # the name of rank 0's address in torchrun's store
+# fields that must be as by default with several ranks
+_REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
+    ModelSource: ("deterministic",),
+    KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer"),
+    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
+    LoraConfig: ("adapters", "dir"),
+    SanitizeConfig: ("check_bytes",),
+}
+
+
+def check_supported(config: Config) -> None:
+    """Raises ConfigError by the name of a flag that several ranks do not support."""
+    if config.ranks.tensor_parallel == 1:
+        return
+    for part in (config.source, config.kv, config.offload, config.lora, config.sanitize):
+        for one in settings_of(type(part)):
+            if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
+                raise ConfigError(f"{one.flag} is not supported with --tensor-parallel")
+    if config.speculation.kind not in (None, "ngram"):
+        raise ConfigError(f"--speculate {config.speculation.kind} is not supported with --tensor-parallel")
+
+
+class Launched(NamedTuple):
+    """What a launcher such as torchrun says in the environment."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Launched | None:
+        """None: no launcher started this process."""
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return None
+        return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+
+
+def launched_for(config: Config, environ: Mapping[str, str]) -> Launched | None:
+    """None: no launcher started this process, or it is to have one rank."""
+    size, found = config.ranks.tensor_parallel, Launched.of(environ)
+    if found is None or size == 1:
+        return None
+    if found.size != size or not 0 <= found.rank < size:
+        raise ConfigError(
+            f"--tensor-parallel {size}: the environment has RANK {found.rank} and WORLD_SIZE {found.size}"
+        )
+    if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+        raise ConfigError("RANK is set, and MASTER_ADDR or MASTER_PORT is not: start all ranks with torchrun")
+    return found
+
+
+# ---------------------------------------------------------------------------------------- what ranks change
+
+
+class Ranks(Protocol):
+    """What the number of ranks changes about an engine."""
+
+    size: int
+
+    def ops(self, ops: LayerOps) -> LayerOps: ...
+
+    def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
+        """Blocks that every rank has room for, once all have loaded the model."""
+
+    @property
+    def make_mover(self) -> MakeMover: ...
+
+    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
+        """The pass behind the sampling. `tokens`: the device's last tokens, and what goes with them. From
+        here on all ranks have the same sizes."""
+
+    def watch(self, lost: Callable[[RankLost], None]) -> None:
+        """`lost` is called once, from any thread, when a rank is lost."""
+
+    def close(self) -> None:
+        """Idempotent, bounded in time."""
+
+
+class Alone:
+    """One rank: nothing changes."""
+
+    size = 1
+    make_mover: MakeMover = Mover
+
+    def ops(self, ops: LayerOps) -> LayerOps:
+        return ops
+
+    def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
+        return num_blocks
+
+    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
+        return None
+
+    def watch(self, lost: Callable[[RankLost], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Led:
+    """Rank 0 of several."""
+
+    def __init__(self, leader: Leader, together: Collectives, undo: contextlib.ExitStack) -> None:
+        """`undo`: what is removed at the end."""
+        self.size = together.split.size
+        self._leader, self._together, self._undo = leader, together, undo
+        leader.watch(lambda error: together.abort())
+
+    def ops(self, ops: LayerOps) -> LayerOps:
+        return SplitOps(ops, self._together.split, self._together)
+
+    def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
+        return self._leader.ready(digest, num_blocks, progress)
+
+    @property
+    def make_mover(self) -> MakeMover:
+        return partial(_led_mover, self._leader)
+
+    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
+        num_host_blocks = 0 if host is None else host.num_slots
+        self._leader.begin({"limits": asdict(limits), "num_host_blocks": num_host_blocks})
+        return LedSteps(self._together, tokens, self._leader)
+
+    def watch(self, lost: Callable[[RankLost], None]) -> None:
+        self._leader.watch(lost)
+
+    def close(self) -> None:
+        self._leader.close()
+        self._undo.close()
+
+
+def _led_mover(leader: Leader, arenas: Any, copier: Any, lane: Any, *more: Any) -> Mover:
+    return LedMover(arenas, LedCopier(copier, lane.name, leader), lane, *more)
+
+
+# -------------------------------------------------------------------------------------------------- meeting
+
+
+def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
+    """On rank 0, before the model is loaded. `num_devices`: GPUs that are used; 0: the CPU."""
+    check_supported(config)
+    size = config.ranks.tensor_parallel
+    if size == 1:
+        return Alone()
+    progress("starting other ranks", 0, size - 1)
+    with contextlib.ExitStack() as undo:
+        is_met = launched_for(config, os.environ) is not None
+        made = _meet(config, undo) if is_met else _start(config, num_devices, undo)
+        store, peers, where = made
+        host = None if is_met else _LOOPBACK
+        backend = "nccl" if num_devices >= size or (is_met and num_devices) else "gloo"
+        common = {
+            "version": __version__,
+            "config": config_fields(config),
+            "backend": backend,
+            "host": host,
+            "store": where,
+        }
+        leader = Leader(peers, config.ranks.timeout_s)
+        undo.callback(leader.close)
+        leader.setup(common)
+        split = Split(0, size)
+        group = process_group(store, split, config.ranks.timeout_s, backend, host)
+        progress("starting other ranks", size - 1, size - 1)
+        return Led(leader, Collectives(group, split, leader.why), undo.pop_all())
+
+
+def _start(config: Config, num_devices: int, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], str]:
+    """Processes of this machine. Their sockets have no names, so that no other process can connect."""
+    size = config.ranks.tensor_parallel
+    directory = tempfile.mkdtemp(prefix="penstock-ranks-")  # of this user alone
+    undo.callback(shutil.rmtree, directory, ignore_errors=True)
+    peers = [_spawned(rank, num_devices, undo) for rank in range(1, size)]
+    for peer in peers:
+        _joined(peer)
+    where = os.path.join(directory, "store")
+    return file_store(where, size), peers, where
+
+
+def _spawned(rank: int, num_devices: int, undo: contextlib.ExitStack) -> Peer:
+    ours, theirs = socket.socketpair()
+    environ = dict(os.environ)
+    if num_devices:
+        visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = visible if visible != [""] else [str(device) for device in range(num_devices)]
+        environ["CUDA_VISIBLE_DEVICES"] = names[rank % len(names)]
+    command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL, stdout=2
+        )
+    undo.callback(_end, process)
+    return Peer(rank, Wire(ours, JOIN_S), process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _joined(peer: Peer) -> None:
+    """Wait until it has started."""
+    try:
+        message = peer.wire.receive()
+    except TimeoutError:
+        raise RankLost(f"{peer} did not start within {JOIN_S:g} s") from None
+    except (OSError, EOFError):
+        raise RankLost(f"{peer} {peer.ending()} before it had started") from None
+    if message.kind is not Kind.JOIN:
+        raise RankLost(f"{peer} said {message.kind.name} before it had joined")
+
+
+def _meet(config: Config, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], str]:
+    """Ranks that torchrun started. They find this one by the store of torchrun, and show the token that is
+    there."""
+    size, token = config.ranks.tensor_parallel, secrets.token_hex(16)
+    store = launched_store(0, size)
+    host = os.environ["MASTER_ADDR"]
+    with socket.create_server((host, 0)) as listener:
+        listener.settimeout(JOIN_S)
+        address = {"host": host, "port": listener.getsockname()[1], "token": token}
+        store.set(_CONTROL, json.dumps(address))
+        peers = dict[int, Peer]()
+        while len(peers) < size - 1:
+            try:
+                wire = Wire(listener.accept()[0], JOIN_S)
+            except TimeoutError:
+                missing = sorted(set(range(1, size)) - set(peers))
+                raise RankLost(f"ranks {missing} did not join within {JOIN_S:g} s") from None
+            undo.callback(wire.close)
+            found = wire.receive().fields
+            rank = int(found.get("rank", 0))
+            if hmac.compare_digest(str(found.get("token", "")), token) and 0 < rank < size:
+                peers[rank] = Peer(rank, wire)
+    return store, [peers[rank] for rank in sorted(peers)], ""
+
+
+def met(rank: int, size: int) -> tuple[Any, Wire]:
+    """On a rank that torchrun started: its store, and the connection to rank 0."""
+    store = launched_store(rank, size)
+    address = json.loads(store.get(_CONTROL))
+    wire = Wire(socket.create_connection((address["host"], address["port"]), JOIN_S), JOIN_S)
+    wire.send(Kind.JOIN, {"rank": rank, "token": address["token"]})
+    return store, wire
