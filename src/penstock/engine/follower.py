@@ -18,7 +18,7 @@ from penstock.config import Config
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.build import FollowerParts, build_follower
 from penstock.engine.execution.running_step import RunningStep
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RankLost
 from penstock.kv.memory import DeviceArena, HostArena
 from penstock.kv.transfer import Copier, make_copier
 from penstock.lanes.cuda import as_current, make_lane, make_launcher
@@ -155,7 +155,8 @@ def follow(wire: Wire, store: Any = None, own: Config | None = None) -> None:
         Follower(build_follower(config, ranks), ranks).run()
         ranks.close()
     except Exception as error:
-        wire.send(Kind.FAILED, {"error": f"{type(error).__name__}: {error}"})
+        text, is_other = f"{type(error).__name__}: {error}", isinstance(error, RankLost)
+        wire.send(Kind.FAILED, {"error": text, "is_other": is_other})
         raise
 
 

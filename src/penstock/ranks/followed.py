@@ -84,9 +84,6 @@ class Followed:
     def copied(self, number: int, error: str) -> None:
         self._wire.send(Kind.COPIED, {"number": number, "error": error})
 
-    def failed(self, error: BaseException) -> None:
-        self._wire.send(Kind.FAILED, {"error": f"{type(error).__name__}: {error}"})
-
     def _listen(self) -> None:
         try:
             while True:

@@ -225,7 +225,10 @@ class Leader:
                 elif message.kind is Kind.COPIED:
                     self._copied(peer, message)
                 elif message.kind is Kind.FAILED:
-                    self.lose(RankLost(f"{peer} failed: {message.fields['error']}"))
+                    found = message.fields
+                    if found["is_other"]:  # it waited for a rank that is gone: that one is to be named
+                        self._is_lost.wait(_CAUSE_S)
+                    self.lose(RankLost(f"{peer} failed: {found['error']}"))
         except Exception as error:
             self._gone(peer, error)
 
