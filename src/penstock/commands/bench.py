@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from penstock.engine.loop import settle_process
 from penstock.errors import ConfigError, PenstockError
 from penstock.flags import SETTINGS, config_of, engine_flags
 from penstock.progress import ProgressBar, plain_console
+from penstock.ranks.launched import launched_for
 
 # they warn about every failure in a tier, and a soak causes failures on purpose
 DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")
@@ -47,6 +49,8 @@ def run(args: Namespace, config: Config) -> int:
         require_matplotlib()
     if args.kind == "soak":
         return _soak(args)
+    if launched_for(config, os.environ) is not None:
+        raise ConfigError("bench starts the ranks itself, for each of its engines: run it without torchrun")
     report = KINDS[args.kind](args, config)
     results = report.results
     for skipped in results.skipped:

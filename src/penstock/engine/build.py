@@ -71,10 +71,12 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
-from penstock.models.model import LayerOps, ModelConfig, Recurrence
+from penstock.models.model import LayerOps, ModelConfig, Recurrence, Split
 from penstock.models.progress import Progress, silent
+from penstock.models.split import part_of
 from penstock.observe import Observers, all_of
 from penstock.ranks.followed import Followed
+from penstock.ranks.launched import check_supported
 from penstock.ranks.start import Alone, Ranks, open_ranks
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
@@ -312,7 +314,7 @@ def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
     scope = _scope(models.target, models.group.layout, digest)
-    at = Device(setup.device, models.num_blocks, setup.ranks.make_mover)
+    at = Device(setup.device, models.num_blocks, setup.ranks.moves)
     storage = open_cache(setup.config, models.group, scope, at, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
     return storage
@@ -411,11 +413,14 @@ class FollowerParts(NamedTuple):
     lane: Lane
     arena: DeviceArena
     host_arena: HostArena | None
+    observers: Observers
 
 
 def build_follower(config: Config, ranks: Followed) -> FollowerParts:
     """Its sizes are those of rank 0."""
-    setup = _Setup(config, device_for(config), silent, None, _UNOBSERVED, ranks=ranks)
+    sanitizer = _sanitizer(replace(config, sanitize=replace(config.sanitize, json_file=None)))
+    observers = _UNOBSERVED if sanitizer is None else sanitizer.observers
+    setup = _Setup(config, device_for(config), silent, sanitizer, observers, ranks=ranks)
     if setup.device.type == "cpu":
         setup.threads = threads_by_load()
         setup.threads.wait_first_look()
@@ -432,7 +437,7 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)
         warm.capture_all(executor, silent)
-    return FollowerParts(executor, lane, arena, host_arena)
+    return FollowerParts(executor, lane, arena, host_arena, observers)
 
 
 def _follower_executor(
@@ -519,6 +524,7 @@ def _close(close: Callable[[], None]) -> None:
 
 def check_ahead(config: Config) -> None:
     """Raises the errors of `build` about memory or positions that are known before weights are read."""
+    check_supported(config)
     if config.source.load_format == "dummy":
         return
     device = device_for(config)
@@ -526,6 +532,8 @@ def check_ahead(config: Config) -> None:
     facts = inspect_model(config.source, config.engine.max_model_len)
     config = for_recurrent(config, facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
+    split, on_cuda = Split(0, config.ranks.tensor_parallel), device.type == "cuda"
+    dims = part_of(facts.config, split)
     if config.speculation.kind == "eagle":
         draft_dims = _eagle_dims(config, facts.config)
     if config.speculation.kind == "draft":
@@ -535,12 +543,12 @@ def check_ahead(config: Config) -> None:
             num_parameters + draft.num_parameters,
             (f"{facts.name} and of its draft model {draft.name}"),
         )
-    needed = num_parameters * _dtype(config, device).itemsize
+    needed = num_parameters * _dtype(config, device).itemsize // (split.size if on_cuda else 1)
     free = free_bytes(device)
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
-    layout = layout_for(config, facts.config, device, draft_dims)
+    layout = layout_for(config, dims, device, draft_dims)
     kv, given = config.kv, config.kv.device_blocks
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
@@ -552,7 +560,7 @@ def check_ahead(config: Config) -> None:
         raise ConfigError(
             f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
         )
-    room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # the default, at most
+    room = free - needed if on_cuda else int(CPU_KV_GIB * GIB)  # the default, at most
     num_blocks = room // layout.block_bytes if given is None else given
     group = KvGroup(layout, _windows(facts.config, draft_dims))
     _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))

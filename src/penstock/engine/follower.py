@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,15 @@ from penstock.kv.memory import DeviceArena, HostArena
 from penstock.kv.transfer import Copier, make_copier
 from penstock.lanes.cuda import as_current, make_lane, make_launcher
 from penstock.lanes.lane import Lane
+from penstock.models.hub import fetched
 from penstock.models.model import Split
+from penstock.models.progress import silent
+from penstock.observe import all_of
 from penstock.ranks.collectives import Collectives, file_store, process_group
 from penstock.ranks.copies import DIRECTIONS
 from penstock.ranks.followed import Followed
-from penstock.ranks.start import JOIN_S, launched_for, met
+from penstock.ranks.launched import check_supported, launched_for
+from penstock.ranks.start import JOIN_S, met
 from penstock.ranks.wire import CopyOrder, Kind, Wire, config_fields, config_of, step_of
 
 log = logging.getLogger(__name__)
@@ -37,39 +41,44 @@ _END_S = 5.0  # for lanes
 
 
 class CopyLane:
-    """One direction between the arenas. Each copy waits for all steps that were launched before it."""
+    """One direction between the arenas. Each copy waits for all steps that were launched before it, and for
+    the copies that rank 0 has heard to be over. `over` is a fence behind those of this direction."""
 
     def __init__(self, parts: FollowerParts, direction: str, ranks: Followed) -> None:
         assert parts.host_arena is not None
         source: DeviceArena | HostArena = parts.host_arena
         dest: DeviceArena | HostArena = parts.arena
         self._source, self._dest = (source, dest) if direction == "load" else (dest, source)
-        self._lane = make_lane(direction, parts.arena.device)
-        self._launcher = make_launcher(self._lane)
+        observer = all_of(parts.observers.lanes)
+        self._lane = make_lane(direction, parts.arena.device, observer)
+        self._launcher = make_launcher(self._lane, observer)
         self._copier: Copier = make_copier(self._source.tensor, self._dest.tensor, parts.arena.layout)
         self._ranks = ranks
+        self.over: Fence | None = None
 
-    def submit(self, order: CopyOrder, after: Fence) -> None:
+    def submit(self, order: CopyOrder, after: Sequence[Fence]) -> None:
         self._launcher.submit(partial(self._run, order, after), label="launch a copy")
 
     def close(self) -> None:
         self._launcher.close(_END_S)
         self._lane.close(_END_S)
 
-    def _run(self, order: CopyOrder, after: Fence) -> None:
+    def _run(self, order: CopyOrder, after: Sequence[Fence]) -> None:
         """On the launcher. Ends when the bytes have landed."""
         try:
-            self._lane.wait(after)
+            for fence in after:
+                self._lane.wait(fence)
             accesses = (
                 Access(self._source.name, order.sources, order.layers, Mode.READ),
                 Access(self._dest.name, order.dests, order.layers, Mode.WRITE),
             )
             copy = partial(self._copier.copy, order.sources, order.dests, order.layers)
             self._lane.submit(copy, accesses, label="copy").wait_done()
-        except Exception as error:
-            self._ranks.copied(order.number, f"{type(error).__name__}: {error}")
-        else:
-            self._ranks.copied(order.number, "")
+            error = ""
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        self.over = self._lane.record()  # before rank 0 can reuse either end
+        self._ranks.copied(order.number, error)
 
 
 class Follower:
@@ -93,14 +102,20 @@ class Follower:
                 if message is None:
                     self._look()
                 elif message.kind is Kind.STEP:
+                    for fence in self._copied():
+                        self._lane.wait(fence)
                     launched = self._parts.executor.launch(step_of(message.words))
                     self._read()
                     self._running = launched
                 elif message.kind is Kind.COPY:
                     order = CopyOrder.of(message.words)
-                    self._copies[order.direction].submit(order, self._lane.record())
+                    self._copies[order.direction].submit(order, (self._lane.record(), *self._copied()))
             self._read()
         self._close()
+
+    def _copied(self) -> list[Fence]:
+        """Behind the copies that are over, whose ends rank 0 may use again."""
+        return [copies.over for copies in self._copies if copies.over is not None]
 
     def _look(self) -> None:
         """A step that failed here is known at once: the other ranks wait for its collectives."""
@@ -160,14 +175,14 @@ def follow(wire: Wire, store: Any = None, own: Config | None = None) -> None:
         raise
 
 
-def follow_launcher(config: Config) -> bool:
-    """Whether this process is a rank of a launcher other than 0; then it has run as such, and is over."""
+def follow_launcher(config: Config) -> None:
+    """As a rank other than 0 that a launcher has started, until rank 0 ends it."""
+    check_supported(config)
     found = launched_for(config, os.environ)
-    if found is None or found.rank == 0:
-        return False
+    assert found is not None
+    config = fetched(config, silent)
     store, wire = met(found.rank, found.size)
     follow(wire, store, config)
-    return True
 
 
 def main() -> None:

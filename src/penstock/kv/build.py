@@ -4,6 +4,7 @@ the only place that wires storage, for the engine and for benchmarks."""
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -63,12 +64,19 @@ class KvGroup:
         return rule_for(self.windows, self.layout.block_tokens, states)
 
 
+class Moves(NamedTuple):
+    """How blocks get to the device and back."""
+
+    make_mover: MakeMover = Mover
+    overlaps: bool = True  # a step may begin over the first layers of a load
+
+
 class Device(NamedTuple):
-    """Where steps compute: so many blocks are there, and that is how they are moved."""
+    """Where steps compute, and how many blocks are there."""
 
     device: torch.device
     num_blocks: int
-    make_mover: MakeMover = Mover
+    moves: Moves = Moves()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +119,14 @@ def open_cache(
     # may raise; before anything runs
     stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), reports)
     host = _open_host(config, host_arena, device, observers)
-    movers = make_movers(arena, host_arena, observers, checks, at.make_mover)
+    movers = make_movers(arena, host_arena, observers, checks, at.moves.make_mover)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
     cold = [
         open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observers)
         for store in stores
     ]
-    tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
+    tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))
     events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
     cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, group.rule_with(states), events)
     return Opened(cache, arena, guard, host_arena)
@@ -179,9 +187,11 @@ def _open_host(config: Config, arena: HostArena, device: torch.device, observers
     return host
 
 
-def _limits(config: Config, device: torch.device) -> TierLimits:
+def _limits(config: Config, at: Device) -> TierLimits:
     offload = config.offload
-    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
+    overlap_tokens = _CUDA_OVERLAP_TOKENS if at.device.type == "cuda" else _CPU_OVERLAP_TOKENS
+    if not at.moves.overlaps:
+        overlap_tokens = sys.maxsize
     admission = offload.ssd_admission if offload.ssd_dir is not None else "always"
     return TierLimits(
         overlap_tokens, offload.load_deadline_s, offload.load_always, config.kv.prefix_cache, admission

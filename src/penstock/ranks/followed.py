@@ -15,9 +15,8 @@ from torch import Tensor
 
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import RankLost
-from penstock.kv.build import MakeMover
+from penstock.kv.build import Moves
 from penstock.kv.memory import HostArena
-from penstock.kv.transfer import Mover
 from penstock.models.model import LayerOps
 from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
@@ -33,7 +32,7 @@ _BEATS = 4  # in the time after which a silent rank counts as lost
 class Followed:
     """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
 
-    make_mover: MakeMover = Mover
+    moves = Moves()
 
     def __init__(self, wire: Wire, together: Collectives, timeout_s: float) -> None:
         self.size = together.split.size
@@ -56,6 +55,8 @@ class Followed:
         """Waits until rank 0 has chosen all sizes."""
         self._wire.send(Kind.READY, {"digest": digest.hex(), "num_blocks": num_blocks})
         message = self._messages.get()
+        if message.kind is Kind.END:  # rank 0 could not be built, and says why
+            raise SystemExit(1)
         if message.kind is not Kind.BEGIN:
             raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
         found = message.fields

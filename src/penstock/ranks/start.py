@@ -14,27 +14,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from penstock import __version__
-from penstock.config import (
-    Config,
-    KvConfig,
-    LoraConfig,
-    ModelSource,
-    OffloadConfig,
-    SanitizeConfig,
-    Settings,
-    settings_of,
-)
+from penstock.config import Config
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import ConfigError, RankLost
-from penstock.kv.build import MakeMover
+from penstock.kv.build import Moves
 from penstock.kv.memory import HostArena
 from penstock.kv.transfer import Mover
 from penstock.models.model import LayerOps, Split
@@ -42,6 +33,7 @@ from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
 from penstock.ranks.collectives import Collectives, file_store, launched_store, process_group
 from penstock.ranks.copies import LedCopier, LedMover
+from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.leader import Leader, Peer
 from penstock.ranks.passes import LedSteps
 from penstock.ranks.wire import Kind, Wire, config_fields
@@ -52,55 +44,6 @@ FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
 JOIN_S = 120.0  # for a process to start, and to import torch
 _LOOPBACK = "127.0.0.1"
 _CONTROL = "penstock/control"  # the name of rank 0's address in torchrun's store
-# fields that must be as by default with several ranks
-_REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
-    ModelSource: ("deterministic",),
-    KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer"),
-    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
-    LoraConfig: ("adapters", "dir"),
-    SanitizeConfig: ("check_bytes",),
-}
-
-
-def check_supported(config: Config) -> None:
-    """Raises ConfigError by the name of a flag that several ranks do not support."""
-    if config.ranks.tensor_parallel == 1:
-        return
-    for part in (config.source, config.kv, config.offload, config.lora, config.sanitize):
-        for one in settings_of(type(part)):
-            if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
-                raise ConfigError(f"{one.flag} is not supported with --tensor-parallel")
-    if config.speculation.kind not in (None, "ngram"):
-        raise ConfigError(f"--speculate {config.speculation.kind} is not supported with --tensor-parallel")
-
-
-class Launched(NamedTuple):
-    """What a launcher such as torchrun says in the environment."""
-
-    rank: int
-    size: int
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Launched | None:
-        """None: no launcher started this process."""
-        if "RANK" not in environ or "WORLD_SIZE" not in environ:
-            return None
-        return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
-
-
-def launched_for(config: Config, environ: Mapping[str, str]) -> Launched | None:
-    """None: no launcher started this process, or it is to have one rank."""
-    size, found = config.ranks.tensor_parallel, Launched.of(environ)
-    if found is None or size == 1:
-        return None
-    if found.size != size or not 0 <= found.rank < size:
-        raise ConfigError(
-            f"--tensor-parallel {size}: the environment has RANK {found.rank} and WORLD_SIZE {found.size}"
-        )
-    if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
-        raise ConfigError("RANK is set, and MASTER_ADDR or MASTER_PORT is not: start all ranks with torchrun")
-    return found
-
 
 # ---------------------------------------------------------------------------------------- what ranks change
 
@@ -116,7 +59,8 @@ class Ranks(Protocol):
         """Blocks that every rank has room for, once all have loaded the model."""
 
     @property
-    def make_mover(self) -> MakeMover: ...
+    def moves(self) -> Moves:
+        """How blocks get to the device and back on all ranks."""
 
     def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
         """The pass behind the sampling. `tokens`: the device's last tokens, and what goes with them. From
@@ -133,7 +77,7 @@ class Alone:
     """One rank: nothing changes."""
 
     size = 1
-    make_mover: MakeMover = Mover
+    moves = Moves()
 
     def ops(self, ops: LayerOps) -> LayerOps:
         return ops
@@ -167,8 +111,8 @@ class Led:
         return self._leader.ready(digest, num_blocks, progress)
 
     @property
-    def make_mover(self) -> MakeMover:
-        return partial(_led_mover, self._leader)
+    def moves(self) -> Moves:
+        return Moves(partial(_led_mover, self._leader), overlaps=False)
 
     def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
         num_host_blocks = 0 if host is None else host.num_slots
@@ -198,7 +142,12 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
         return Alone()
     progress("starting other ranks", 0, size - 1)
     with contextlib.ExitStack() as undo:
-        is_met = launched_for(config, os.environ) is not None
+        launched = launched_for(config, os.environ)
+        if launched is not None and launched.rank:
+            raise ConfigError(
+                f"rank {launched.rank} of a launcher runs a command of penstock, as rank 0 does"
+            )
+        is_met = launched is not None
         made = _meet(config, undo) if is_met else _start(config, num_devices, undo)
         store, peers, where = made
         host = None if is_met else _LOOPBACK

@@ -1,5 +1,5 @@
-"""A rank that ends, hangs, fails or does not fit ends the engine, in bounded time and with its name; a copy that
-fails on one rank alone is computed instead."""
+"""A rank that ends, hangs, fails or does not fit ends the engine, in bounded time and with its name; a copy
+that fails on one rank alone is computed instead."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_copy_that_fails_on_one_rank_is_computed_instead(monkeypatch: pytest.M
     assert sources[1].host >= 112
 
 
-# --------------------------------------------------------------------------------------- those that do not fit
+# ------------------------------------------------------------------------------------ those that do not fit
 
 
 def a_peer() -> tuple[Leader, Wire]:
