@@ -248,6 +248,7 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
         warm.capture_all(executor, setup.progress)
+    setup.ranks.wait_built()
     speculation = _speculation(setup, sizes.limits, executor)
     estimates = Estimates(cache.prefill, _lengths(config), lambda: scoring.tau)
     scheduler = Scheduler(cache, budget, dims.eos_ids, speculation, estimates)
@@ -313,8 +314,10 @@ def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
 
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
-    scope = _scope(models.target, models.group.layout, digest)
-    at = Device(setup.device, models.num_blocks, setup.ranks.moves)
+    stored = layout_for(setup.config, models.loaded.dims, setup.device, models.own_dims)
+    scope = _scope(models.target, stored, digest)
+    moves = setup.ranks.moves(models.loaded.dims, stored)
+    at = Device(setup.device, models.num_blocks, moves)
     storage = open_cache(setup.config, models.group, scope, at, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
     return storage
@@ -430,7 +433,7 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
     num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
     arena, host_arena = DeviceArena(layout, num_blocks, setup.device), None
     if ranks.num_host_blocks:
-        host_arena = HostArena(layout, ranks.num_host_blocks, setup.device)
+        host_arena = HostArena(layout, ranks.num_host_blocks, setup.device, file=ranks.host_file)
         host_arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
     lane = setup.lane("compute")
     executor = _follower_executor(setup, ranks, loaded, arena, lane)

@@ -1,5 +1,5 @@
 """A rank other than 0: launches the steps and copies that rank 0 announces, and decides nothing. Owns the
-order in which it does both. It is a process: `python -m penstock.engine.follower SOCKET`."""
+order in which it does both. It is a process: `python -m penstock.engine.follower SOCKET MEMORY`."""
 
 from __future__ import annotations
 
@@ -147,16 +147,17 @@ def check_alike(config: Config, other: Config) -> None:
                 raise ConfigError(f"rank 0 has {name}={theirs[part][name]!r}, this rank {value!r}")
 
 
-def _joined(wire: Wire, setup: Mapping[str, Any], store: Any, config: Config) -> Followed:
+def _joined(wire: Wire, setup: Mapping[str, Any], store: Any, config: Config, file: int) -> Followed:
     """The channels to the other ranks."""
     split, timeout_s = Split(setup["rank"], config.ranks.tensor_parallel), config.ranks.timeout_s
     group = process_group(store, split, timeout_s, setup["backend"], setup["host"])
     # the end of a rank is rank 0's to explain
-    return Followed(wire, Collectives(group, split, lambda: None), timeout_s)
+    return Followed(wire, Collectives(group, split, lambda: None), timeout_s, file)
 
 
-def follow(wire: Wire, store: Any = None, own: Config | None = None) -> None:
-    """Until rank 0 ends it. `own`: the flags of this rank, if a launcher gave it some."""
+def follow(wire: Wire, store: Any = None, own: Config | None = None, file: int = -1) -> None:
+    """Until rank 0 ends it. `own`: the flags of this rank, if a launcher gave it some. `file`: of the host
+    memory that it shares with rank 0."""
     setup = wire.receive().fields
     try:
         if setup["version"] != __version__:
@@ -166,8 +167,10 @@ def follow(wire: Wire, store: Any = None, own: Config | None = None) -> None:
             check_alike(own, config)
             config = replace(config, source=own.source)
         store = store or file_store(setup["store"], config.ranks.tensor_parallel)
-        ranks = _joined(wire, setup, store, config)
-        Follower(build_follower(config, ranks), ranks).run()
+        ranks = _joined(wire, setup, store, config, file)
+        follower = Follower(build_follower(config, ranks), ranks)
+        ranks.wait_built()
+        follower.run()
         ranks.close()
     except Exception as error:
         text, is_other = f"{type(error).__name__}: {error}", isinstance(error, RankLost)
@@ -194,7 +197,7 @@ def main() -> None:
     try:
         wire = Wire(socket.socket(fileno=int(sys.argv[1])), JOIN_S)
         wire.send(Kind.JOIN)
-        follow(wire)
+        follow(wire, file=int(sys.argv[2]))
         code = 0
     except Exception as error:
         log.warning("this rank cannot go on: %s", error)

@@ -65,10 +65,14 @@ class KvGroup:
 
 
 class Moves(NamedTuple):
-    """How blocks get to the device and back."""
+    """How blocks get to the device and back, and to disks and stores."""
 
     make_mover: MakeMover = Mover
     overlaps: bool = True  # a step may begin over the first layers of a load
+    # what stores have of a block, if that is more than this process has
+    stored: BlockLayout | None = None
+    # a store of whole blocks as one of the blocks in an arena
+    through: Callable[[BlockStore, HostArena], BlockStore] = lambda store, arena: store
 
 
 class Device(NamedTuple):
@@ -117,13 +121,19 @@ def open_cache(
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
     # may raise; before anything runs
-    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes), reports)
+    stored = at.moves.stored or layout
+    stores = _open_stores(config, Space(scope.digest(), stored.block_bytes), reports)
     host = _open_host(config, host_arena, device, observers)
     movers = make_movers(arena, host_arena, observers, checks, at.moves.make_mover)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
     cold = [
-        open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observers)
+        open_cold(
+            at.moves.through(store, host_arena),
+            host_arena,
+            queue if store.local else replace(queue, stuck_s=stuck_s),
+            observers,
+        )
         for store in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))

@@ -57,6 +57,12 @@ class LoadedModel:
     weights: str  # how its matrices are held, in words
     # fields of SamplingParams, where a request does not give them
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    whole: ModelConfig | None = None  # the dimensions of the whole model, if only a part of it is here
+
+    @property
+    def dims(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.whole or self.model.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class _Load:
         digest = weights_digest(config, self.dtype, content.values(), forms)
         sampling = read_sampling(path) if self.source.generation_config == "auto" else {}
         model = architecture_of(config).model(self._part(config), tensors, self.ops, digest)
-        return LoadedModel(model, tokenizer, name, self._held(forms), sampling), content
+        return LoadedModel(model, tokenizer, name, self._held(forms), sampling, self._whole(config)), content
 
     def _gguf(self, name: str, file: HashedFile) -> LoadedModel | None:
         """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a
@@ -121,7 +127,7 @@ class _Load:
         digest = dummy_digest(*of, forms)
         weights = dummy_weights(*of, self.progress, self._split or forms)
         model = architecture_of(config).model(self._part(config), weights, self.ops, digest)
-        return LoadedModel(model, tokenizer, name, self._held(forms))
+        return LoadedModel(model, tokenizer, name, self._held(forms), whole=self._whole(config))
 
     def _forms(
         self, config: ModelConfig, weights: WeightsName, in_4_bits: Collection[str] = ()
@@ -136,6 +142,9 @@ class _Load:
     def _part(self, config: ModelConfig) -> ModelConfig:
         """The dimensions that this rank computes with."""
         return part_of(config, self.ops.split)
+
+    def _whole(self, config: ModelConfig) -> ModelConfig | None:
+        return None if self._split is None else config
 
     def _settled(self, config: ModelConfig, tokenizer: TextCodec) -> ModelConfig:
         ends = tuple(sorted(tokenizer.eos_ids))

@@ -16,8 +16,8 @@ from torch import Tensor
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import RankLost
 from penstock.kv.build import Moves
-from penstock.kv.memory import HostArena
-from penstock.models.model import LayerOps
+from penstock.kv.memory import BlockLayout, HostArena
+from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
 from penstock.ranks.collectives import Collectives
@@ -32,13 +32,13 @@ _BEATS = 4  # in the time after which a silent rank counts as lost
 class Followed:
     """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
 
-    moves = Moves()
-
-    def __init__(self, wire: Wire, together: Collectives, timeout_s: float) -> None:
+    def __init__(self, wire: Wire, together: Collectives, timeout_s: float, file: int) -> None:
+        """`file`: of the host memory that rank 0 may want to share; -1: none."""
         self.size = together.split.size
         self.together = together
         self.limits: StepLimits | None = None  # set by `num_blocks`, as is the next one
         self.num_host_blocks = 0
+        self.host_file = file  # -1: host memory is for this rank alone
         self._wire, self._timeout_s = wire, timeout_s
         self._messages = SimpleQueue[Message]()
         self._over = threading.Event()
@@ -61,10 +61,18 @@ class Followed:
             raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
         found = message.fields
         self.limits, self.num_host_blocks = StepLimits(**found["limits"]), int(found["num_host_blocks"])
+        self.host_file = self.host_file if found["shares_host"] else -1
         return self.limits.padding_slot  # the slot behind all others
 
     def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass:
         return FollowedSteps(self.together, tokens)
+
+    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+        return Moves()
+
+    def wait_built(self) -> None:
+        """Tells rank 0 that this one is."""
+        self._wire.send(Kind.READY)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         """A lost rank 0 ends this process."""

@@ -11,7 +11,6 @@ from penstock.config import (
     KvConfig,
     LoraConfig,
     ModelSource,
-    OffloadConfig,
     SanitizeConfig,
     Settings,
     settings_of,
@@ -22,7 +21,6 @@ from penstock.errors import ConfigError
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer"),
-    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
     LoraConfig: ("adapters", "dir"),
     SanitizeConfig: ("check_bytes",),
 }
@@ -32,7 +30,7 @@ def check_supported(config: Config) -> None:
     """Raises ConfigError by the name of a flag that several ranks do not support."""
     if config.ranks.tensor_parallel == 1:
         return
-    for part in (config.source, config.kv, config.offload, config.lora, config.sanitize):
+    for part in (config.source, config.kv, config.lora, config.sanitize):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 raise ConfigError(f"{one.flag} is not supported with --tensor-parallel")

@@ -38,6 +38,7 @@ class Peer:
     rank: int
     wire: Wire
     process: subprocess.Popen[bytes] | None = None
+    file: int = -1  # of its host memory, if that is shared
     answers: SimpleQueue[Message] = field(default_factory=SimpleQueue)  # READY
 
     def __str__(self) -> str:
@@ -122,6 +123,11 @@ class Leader:
     def begin(self, sizes: dict[str, Any]) -> None:
         for peer in self.peers:
             self._send(peer, Kind.BEGIN, sizes)
+
+    def wait_built(self) -> None:
+        """Until every rank can run steps and copies."""
+        for peer in self.peers:
+            self._answer(peer)
 
     def _answer(self, peer: Peer) -> Message:
         while True:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -26,15 +26,17 @@ from penstock.config import Config
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import ConfigError, RankLost
 from penstock.kv.build import Moves
-from penstock.kv.memory import HostArena
+from penstock.kv.memory import BlockLayout, HostArena
+from penstock.kv.tiers.store import BlockStore
 from penstock.kv.transfer import Mover
-from penstock.models.model import LayerOps, Split
+from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
-from penstock.models.split import SplitOps
+from penstock.models.split import Heads, Span, SplitOps
 from penstock.ranks.collectives import Collectives, file_store, launched_store, process_group
 from penstock.ranks.copies import LedCopier, LedMover
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.leader import Leader, Peer
+from penstock.ranks.parts import HostParts, PartedStore
 from penstock.ranks.passes import LedSteps
 from penstock.ranks.wire import Kind, Wire, config_fields
 
@@ -58,9 +60,12 @@ class Ranks(Protocol):
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Blocks that every rank has room for, once all have loaded the model."""
 
-    @property
-    def moves(self) -> Moves:
-        """How blocks get to the device and back on all ranks."""
+    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+        """How blocks get to the device and back on all ranks. `dims`: of the whole model; `stored`: its
+        blocks."""
+
+    def wait_built(self) -> None:
+        """Until every rank can run steps and copies."""
 
     def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
         """The pass behind the sampling. `tokens`: the device's last tokens, and what goes with them. From
@@ -77,7 +82,12 @@ class Alone:
     """One rank: nothing changes."""
 
     size = 1
-    moves = Moves()
+
+    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+        return Moves()
+
+    def wait_built(self) -> None:
+        pass
 
     def ops(self, ops: LayerOps) -> LayerOps:
         return ops
@@ -102,6 +112,7 @@ class Led:
         """`undo`: what is removed at the end."""
         self.size = together.split.size
         self._leader, self._together, self._undo = leader, together, undo
+        self._shares_host = False
         leader.watch(lambda error: together.abort())
 
     def ops(self, ops: LayerOps) -> LayerOps:
@@ -110,13 +121,28 @@ class Led:
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return self._leader.ready(digest, num_blocks, progress)
 
-    @property
-    def moves(self) -> Moves:
-        return Moves(partial(_led_mover, self._leader), overlaps=False)
+    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+        spans = [Heads.of(dims, Split(rank, self.size)).kv for rank in range(self.size)]
+        mover = partial(_led_mover, self._leader)
+        return Moves(mover, False, stored, partial(self._through, stored, spans))
+
+    def wait_built(self) -> None:
+        self._leader.wait_built()
+
+    def _through(
+        self, stored: BlockLayout, spans: Sequence[Span], store: BlockStore, arena: HostArena
+    ) -> BlockStore:
+        """The host memory of other ranks becomes this one's, too."""
+        files = [peer.file for peer in self._leader.peers]
+        for file in files:
+            os.ftruncate(file, arena.num_bytes)
+        self._shares_host = True
+        return PartedStore(store, HostParts(arena, stored, spans, files))
 
     def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
         num_host_blocks = 0 if host is None else host.num_slots
-        self._leader.begin({"limits": asdict(limits), "num_host_blocks": num_host_blocks})
+        sizes = {"num_host_blocks": num_host_blocks, "shares_host": self._shares_host}
+        self._leader.begin({"limits": asdict(limits), **sizes})
         return LedSteps(self._together, tokens, self._leader)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
@@ -148,6 +174,11 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
                 f"rank {launched.rank} of a launcher runs a command of penstock, as rank 0 does"
             )
         is_met = launched is not None
+        if is_met and (config.offload.ssd_dir is not None or config.offload.remote is not None):
+            raise ConfigError(
+                "--kv-offload-ssd-dir and --kv-offload-remote need ranks that share memory with rank 0: "
+                "leave torchrun out"
+            )
         made = _meet(config, undo) if is_met else _start(config, num_devices, undo)
         store, peers, where = made
         host = None if is_met else _LOOPBACK
@@ -182,18 +213,20 @@ def _start(config: Config, num_devices: int, undo: contextlib.ExitStack) -> tupl
 
 def _spawned(rank: int, num_devices: int, undo: contextlib.ExitStack) -> Peer:
     ours, theirs = socket.socketpair()
+    file = os.memfd_create("penstock-host-kv")  # its size is set when it is known
+    undo.callback(os.close, file)
     environ = dict(os.environ)
     if num_devices:
         visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = visible if visible != [""] else [str(device) for device in range(num_devices)]
         environ["CUDA_VISIBLE_DEVICES"] = names[rank % len(names)]
-    command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
+    command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(file)]
     with theirs:
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL, stdout=2
+            command, pass_fds=[theirs.fileno(), file], env=environ, stdin=subprocess.DEVNULL, stdout=2
         )
     undo.callback(_end, process)
-    return Peer(rank, Wire(ours, JOIN_S), process)
+    return Peer(rank, Wire(ours, JOIN_S), process, file)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
