@@ -484,9 +484,9 @@ class TraceConfig(Settings):
 class RanksConfig(Settings):
     """One model over several processes, each with a part of it."""
 
-    tensor_parallel: int = setting(
-        1,
-        "divide the model among N processes, on CUDA one for each GPU",
+    tensor_parallel: int | None = setting(
+        None,
+        "divide the model among N processes, on CUDA one for each GPU (unset: 1)",
         rule="between 1 and 64",
         metavar="N",
     )
@@ -496,11 +496,12 @@ class RanksConfig(Settings):
         "seconds after which a process that says nothing ends the engine",
         name="rank_timeout_s",
         rule="between 1 and 3600",
+        needs="tensor_parallel",
     )
 
-    def check_together(self) -> None:
-        alone = self.tensor_parallel == 1
-        _need(not alone or self.timeout_s == 30.0, "--rank-timeout-s needs --tensor-parallel")
+    @property
+    def size(self) -> int:
+        return self.tensor_parallel or 1
 
 
 @dataclass(frozen=True, slots=True)

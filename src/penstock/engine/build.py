@@ -535,7 +535,7 @@ def check_ahead(config: Config) -> None:
     facts = inspect_model(config.source, config.engine.max_model_len)
     config = for_recurrent(config, facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
-    split, on_cuda = Split(0, config.ranks.tensor_parallel), device.type == "cuda"
+    split, on_cuda = Split(0, config.ranks.size), device.type == "cuda"
     dims = part_of(facts.config, split)
     if config.speculation.kind == "eagle":
         draft_dims = _eagle_dims(config, facts.config)

@@ -32,7 +32,7 @@ from penstock.ranks.copies import DIRECTIONS
 from penstock.ranks.followed import Followed
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.start import JOIN_S, met
-from penstock.ranks.wire import CopyOrder, Kind, Wire, config_fields, config_of, step_of
+from penstock.ranks.wire import CopyOrder, MessageKind, RankWire, config_fields, config_of, step_of
 
 log = logging.getLogger(__name__)
 
@@ -97,17 +97,17 @@ class Follower:
     def run(self) -> None:
         with as_current(self._lane):
             while (message := self._ranks.next(None if self._running is None else _LOOK_S)) is None or (
-                message.kind is not Kind.END
+                message.kind is not MessageKind.END
             ):
                 if message is None:
                     self._look()
-                elif message.kind is Kind.STEP:
+                elif message.kind is MessageKind.STEP:
                     for fence in self._copied():
                         self._lane.wait(fence)
                     launched = self._parts.executor.launch(step_of(message.words))
                     self._read()
                     self._running = launched
-                elif message.kind is Kind.COPY:
+                elif message.kind is MessageKind.COPY:
                     order = CopyOrder.of(message.words)
                     self._copies[order.direction].submit(order, (self._lane.record(), *self._copied()))
             self._read()
@@ -147,15 +147,15 @@ def check_alike(config: Config, other: Config) -> None:
                 raise ConfigError(f"rank 0 has {name}={theirs[part][name]!r}, this rank {value!r}")
 
 
-def _joined(wire: Wire, setup: Mapping[str, Any], store: Any, config: Config, file: int) -> Followed:
+def _joined(wire: RankWire, setup: Mapping[str, Any], store: Any, config: Config, file: int) -> Followed:
     """The channels to the other ranks."""
-    split, timeout_s = Split(setup["rank"], config.ranks.tensor_parallel), config.ranks.timeout_s
+    split, timeout_s = Split(setup["rank"], config.ranks.size), config.ranks.timeout_s
     group = process_group(store, split, timeout_s, setup["backend"], setup["host"])
     # the end of a rank is rank 0's to explain
     return Followed(wire, Collectives(group, split, lambda: None), timeout_s, file)
 
 
-def follow(wire: Wire, store: Any = None, own: Config | None = None, file: int = -1) -> None:
+def follow(wire: RankWire, store: Any = None, own: Config | None = None, file: int = -1) -> None:
     """Until rank 0 ends it. `own`: the flags of this rank, if a launcher gave it some. `file`: of the host
     memory that it shares with rank 0."""
     setup = wire.receive().fields
@@ -166,7 +166,7 @@ def follow(wire: Wire, store: Any = None, own: Config | None = None, file: int =
         if own is not None:
             check_alike(own, config)
             config = replace(config, source=own.source)
-        store = store or file_store(setup["store"], config.ranks.tensor_parallel)
+        store = store or file_store(setup["store"], config.ranks.size)
         ranks = _joined(wire, setup, store, config, file)
         follower = Follower(build_follower(config, ranks), ranks)
         ranks.wait_built()
@@ -174,7 +174,7 @@ def follow(wire: Wire, store: Any = None, own: Config | None = None, file: int =
         ranks.close()
     except Exception as error:
         text, is_other = f"{type(error).__name__}: {error}", isinstance(error, RankLost)
-        wire.send(Kind.FAILED, {"error": text, "is_other": is_other})
+        wire.send(MessageKind.FAILED, {"error": text, "is_other": is_other})
         raise
 
 
@@ -195,8 +195,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     code = 1
     try:
-        wire = Wire(socket.socket(fileno=int(sys.argv[1])), JOIN_S)
-        wire.send(Kind.JOIN)
+        wire = RankWire(socket.socket(fileno=int(sys.argv[1])), JOIN_S)
+        wire.send(MessageKind.JOIN)
         follow(wire, file=int(sys.argv[2]))
         code = 0
     except Exception as error:

@@ -28,38 +28,38 @@ from penstock.models.model import Experts, LayerOps, ModelConfig, Split, Weight
 _WHOLE = ("attn_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router", "shared_gate")
 
 
-class Span(NamedTuple):
+class Section(NamedTuple):
     """A part of a dimension: `num` entries from `first` on, in room for `room`."""
 
     first: int
     num: int
     room: int
 
-    def times(self, size: int) -> Span:
-        return Span(self.first * size, self.num * size, self.room * size)
+    def times(self, size: int) -> Section:
+        return Section(self.first * size, self.num * size, self.room * size)
 
-    def after(self, start: int) -> Span:
+    def after(self, start: int) -> Section:
         return self._replace(first=self.first + start)
 
 
-def share(total: int, split: Split) -> Span:
+def share(total: int, split: Split) -> Section:
     """This rank's part of a dimension."""
     room = -(-total // split.size)
     first = min(split.rank * room, total)
-    return Span(first, min(room, total - first), room)
+    return Section(first, min(room, total - first), room)
 
 
-class Heads(NamedTuple):
+class RankHeads(NamedTuple):
     """The heads of one rank."""
 
-    query: Span
-    kv: Span
+    query: Section
+    kv: Section
 
     @classmethod
-    def of(cls, config: ModelConfig, split: Split) -> Heads:
+    def of(cls, config: ModelConfig, split: Split) -> RankHeads:
         num, num_kv, size = config.num_heads, config.num_kv_heads, split.size
         if num_kv < size and size % num_kv == 0 and num % size == 0:
-            return cls(share(num, split), Span(split.rank * num_kv // size, 1, 1))
+            return cls(share(num, split), Section(split.rank * num_kv // size, 1, 1))
         kv = share(num_kv, split)
         return cls(kv.times(num // num_kv), kv)
 
@@ -70,7 +70,7 @@ def part_of(config: ModelConfig, split: Split) -> ModelConfig:
         return config
     if config.recurrence is not None:
         raise ModelError("--tensor-parallel: a model with recurrent layers runs on one rank only")
-    heads, routing = Heads.of(config, split), config.routing
+    heads, routing = RankHeads.of(config, split), config.routing
     if routing is not None:
         routing = replace(
             routing, ffn=share(routing.ffn, split).room, shared_ffn=share(routing.shared_ffn, split).room
@@ -87,8 +87,8 @@ def part_of(config: ModelConfig, split: Split) -> ModelConfig:
 class Cut(NamedTuple):
     """What a rank has of one tensor of a file."""
 
-    rows: tuple[Span, ...]  # in their order in the file
-    columns: Span | None = None  # None: all
+    rows: tuple[Section, ...]  # in their order in the file
+    columns: Section | None = None  # None: all
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         rows = sum(span.room for span in self.rows)
@@ -103,7 +103,7 @@ class Cut(NamedTuple):
     def put(self, room: Tensor, rows: slice, values: Tensor) -> None:
         """Of some `rows` of the whole tensor, copy those that belong into `room`. A vector is a matrix of one
         column."""
-        columns, start = self.columns or Span(0, values.shape[1], values.shape[1]), 0
+        columns, start = self.columns or Section(0, values.shape[1], values.shape[1]), 0
         for span in self.rows:
             first, end = max(rows.start, span.first), min(rows.stop, span.first + span.num)
             if first < end:
@@ -120,9 +120,9 @@ def cut_of(
     whole model's dimensions, and the rank."""
     (config, split), name, shape = where, name.rpartition(".")[2], shapes[index]
     rows, is_alone = shape[0], len(shapes) == 1
-    heads = Heads.of(config, split)
+    heads = RankHeads.of(config, split)
     if name in _WHOLE:
-        return Cut((Span(0, rows, rows),))
+        return Cut((Section(0, rows, rows),))
     if name in ("embed", "head"):
         return Cut((share(rows, split),))
     if name in ("qkv", "qkv_bias"):
@@ -136,13 +136,13 @@ def cut_of(
         return Cut((own, own.after(width)) if is_alone else (own,))
     if name == "experts_gate_up":
         return Cut((share(rows, split),))
-    every = Span(0, rows, rows)
+    every = Section(0, rows, rows)
     if name == "out":
         return Cut((every,), heads.query.times(config.head_dim))
     if name in ("down", "experts_down"):
         return Cut((every,), share(shape[1], split))
     if name in ("out_bias", "down_bias"):  # added once: the results are summed
-        return Cut((every if split.rank == 0 else Span(0, 0, rows),))
+        return Cut((every if split.rank == 0 else Section(0, 0, rows),))
     raise ModelError(f"--tensor-parallel: {name} of {config.architecture} is not divided among ranks")
 
 

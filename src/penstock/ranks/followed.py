@@ -22,7 +22,7 @@ from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
 from penstock.ranks.collectives import Collectives
 from penstock.ranks.passes import FollowedSteps
-from penstock.ranks.wire import Kind, Message, Wire
+from penstock.ranks.wire import MessageKind, RankMessage, RankWire
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _BEATS = 4  # in the time after which a silent rank counts as lost
 class Followed:
     """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
 
-    def __init__(self, wire: Wire, together: Collectives, timeout_s: float, file: int) -> None:
+    def __init__(self, wire: RankWire, together: Collectives, timeout_s: float, file: int) -> None:
         """`file`: of the host memory that rank 0 may want to share; -1: none."""
         self.size = together.split.size
         self.together = together
@@ -40,7 +40,7 @@ class Followed:
         self.num_host_blocks = 0
         self.host_file = file  # -1: host memory is for this rank alone
         self._wire, self._timeout_s = wire, timeout_s
-        self._messages = SimpleQueue[Message]()
+        self._messages = SimpleQueue[RankMessage]()
         self._over = threading.Event()
         wire.set_timeout(timeout_s)
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
@@ -53,11 +53,11 @@ class Followed:
 
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Waits until rank 0 has chosen all sizes."""
-        self._wire.send(Kind.READY, {"digest": digest.hex(), "num_blocks": num_blocks})
+        self._wire.send(MessageKind.READY, {"digest": digest.hex(), "num_blocks": num_blocks})
         message = self._messages.get()
-        if message.kind is Kind.END:  # rank 0 could not be built, and says why
+        if message.kind is MessageKind.END:  # rank 0 could not be built, and says why
             raise SystemExit(1)
-        if message.kind is not Kind.BEGIN:
+        if message.kind is not MessageKind.BEGIN:
             raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
         found = message.fields
         self.limits, self.num_host_blocks = StepLimits(**found["limits"]), int(found["num_host_blocks"])
@@ -72,7 +72,7 @@ class Followed:
 
     def wait_built(self) -> None:
         """Tells rank 0 that this one is."""
-        self._wire.send(Kind.READY)
+        self._wire.send(MessageKind.READY)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         """A lost rank 0 ends this process."""
@@ -83,7 +83,7 @@ class Followed:
 
     # --------------------------------------------------------------------------------------------- messages
 
-    def next(self, timeout_s: float | None) -> Message | None:
+    def next(self, timeout_s: float | None) -> RankMessage | None:
         """Block until rank 0 says something. None: it did not within `timeout_s`."""
         try:
             return self._messages.get(timeout=timeout_s)
@@ -91,15 +91,15 @@ class Followed:
             return None
 
     def copied(self, number: int, error: str) -> None:
-        self._wire.send(Kind.COPIED, {"number": number, "error": error})
+        self._wire.send(MessageKind.COPIED, {"number": number, "error": error})
 
     def _listen(self) -> None:
         try:
             while True:
                 message = self._wire.receive()
-                if message.kind is not Kind.BEAT:
+                if message.kind is not MessageKind.BEAT:
                     self._messages.put(message)
-                if message.kind is Kind.END:
+                if message.kind is MessageKind.END:
                     return
         except TimeoutError:
             self._end(f"rank 0 did not answer for {self._timeout_s:g} s")
@@ -109,7 +109,7 @@ class Followed:
     def _beat(self) -> None:
         while not self._over.wait(self._timeout_s / _BEATS):
             try:
-                self._wire.send(Kind.BEAT)
+                self._wire.send(MessageKind.BEAT)
             except OSError:
                 self._end("rank 0 has ended")
 

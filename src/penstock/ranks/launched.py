@@ -28,7 +28,7 @@ _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
 
 def check_supported(config: Config) -> None:
     """Raises ConfigError by the name of a flag that several ranks do not support."""
-    if config.ranks.tensor_parallel == 1:
+    if config.ranks.size == 1:
         return
     for part in (config.source, config.kv, config.lora, config.sanitize):
         for one in settings_of(type(part)):
@@ -60,7 +60,7 @@ class Launched(NamedTuple):
 
 def launched_for(config: Config, environ: Mapping[str, str]) -> Launched | None:
     """None: no launcher started this process, or it is to have one rank."""
-    size, found = config.ranks.tensor_parallel, Launched.of(environ)
+    size, found = config.ranks.size, Launched.of(environ)
     if found is None or size == 1:
         return None
     if found.size != size or not 0 <= found.rank < size:

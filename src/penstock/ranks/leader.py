@@ -22,7 +22,7 @@ from penstock.contract import StepPlan
 from penstock.errors import ConfigError, RankLost, TransferFailed
 from penstock.kv.transfer import Layers, Slots
 from penstock.models.progress import Progress
-from penstock.ranks.wire import CopyOrder, Kind, Message, Wire, step_words
+from penstock.ranks.wire import CopyOrder, MessageKind, RankMessage, RankWire, step_words
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class Peer:
     """One other rank. `process`: None if another program started it."""
 
     rank: int
-    wire: Wire
+    wire: RankWire
     process: subprocess.Popen[bytes] | None = None
     file: int = -1  # of its host memory, if that is shared
-    answers: SimpleQueue[Message] = field(default_factory=SimpleQueue)  # READY
+    answers: SimpleQueue[RankMessage] = field(default_factory=SimpleQueue)  # READY
 
     def __str__(self) -> str:
         return f"rank {self.rank}" + ("" if self.process is None else f" (process {self.process.pid})")
@@ -106,7 +106,7 @@ class Leader:
 
     def setup(self, common: Mapping[str, Any]) -> None:
         for peer in self.peers:
-            self._send(peer, Kind.SETUP, {**common, "rank": peer.rank})
+            self._send(peer, MessageKind.SETUP, {**common, "rank": peer.rank})
 
     def ready(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Wait until every rank has loaded the same model. Returns the number of blocks that all have room
@@ -122,14 +122,14 @@ class Leader:
 
     def begin(self, sizes: dict[str, Any]) -> None:
         for peer in self.peers:
-            self._send(peer, Kind.BEGIN, sizes)
+            self._send(peer, MessageKind.BEGIN, sizes)
 
     def wait_built(self) -> None:
         """Until every rank can run steps and copies."""
         for peer in self.peers:
             self._answer(peer)
 
-    def _answer(self, peer: Peer) -> Message:
+    def _answer(self, peer: Peer) -> RankMessage:
         while True:
             try:
                 return peer.answers.get(timeout=0.1)
@@ -142,7 +142,7 @@ class Leader:
     def announce(self, plan: StepPlan) -> None:
         words = step_words(plan)
         for peer in self.peers:
-            self._send(peer, Kind.STEP, words)
+            self._send(peer, MessageKind.STEP, words)
 
     def order_copy(self, direction: int, source_slots: Slots, dest_slots: Slots, layers: Layers) -> Copying:
         copying = Copying([peer.rank for peer in self.peers])
@@ -153,7 +153,7 @@ class Leader:
             self._copies[number] = copying
         words = CopyOrder(number, direction, layers, source_slots, dest_slots).words()
         for peer in self.peers:
-            self._send(peer, Kind.COPY, words)
+            self._send(peer, MessageKind.COPY, words)
         return copying
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
@@ -191,7 +191,7 @@ class Leader:
             self._closing.set()
         for peer in self.peers:
             with contextlib.suppress(OSError):
-                peer.wire.send(Kind.END)
+                peer.wire.send(MessageKind.END)
         by_s = time.monotonic() + _END_S
         for peer in self.peers:
             if peer.process is not None:
@@ -212,7 +212,7 @@ class Leader:
 
     # --------------------------------------------------------------------------------------------- watching
 
-    def _send(self, peer: Peer, kind: Kind, payload: Any) -> None:
+    def _send(self, peer: Peer, kind: MessageKind, payload: Any) -> None:
         if self._lost is not None:
             raise self._lost
         try:
@@ -226,11 +226,11 @@ class Leader:
         try:
             while True:
                 message = peer.wire.receive()
-                if message.kind is Kind.READY:
+                if message.kind is MessageKind.READY:
                     peer.answers.put(message)
-                elif message.kind is Kind.COPIED:
+                elif message.kind is MessageKind.COPIED:
                     self._copied(peer, message)
-                elif message.kind is Kind.FAILED:
+                elif message.kind is MessageKind.FAILED:
                     found = message.fields
                     if found["is_other"]:  # it waited for a rank that is gone: that one is to be named
                         self._is_lost.wait(_CAUSE_S)
@@ -238,7 +238,7 @@ class Leader:
         except Exception as error:
             self._gone(peer, error)
 
-    def _copied(self, peer: Peer, message: Message) -> None:
+    def _copied(self, peer: Peer, message: RankMessage) -> None:
         found = message.fields
         with self._lock:
             copying = self._copies[found["number"]]
@@ -258,6 +258,6 @@ class Leader:
         while not self._closing.wait(self._timeout_s / _BEATS) and self._lost is None:
             for peer in self.peers:
                 try:
-                    peer.wire.send(Kind.BEAT)
+                    peer.wire.send(MessageKind.BEAT)
                 except (OSError, EOFError) as error:
                     self._gone(peer, error)

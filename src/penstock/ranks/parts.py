@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.errors import InvariantBroken
 from penstock.kv.memory import ITEM_BYTES, BlockLayout, HostArena
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
-from penstock.models.split import Span
+from penstock.models.split import Section
 
 Memory = NDArray[Any]  # of one rank, by slot
 
@@ -29,7 +29,7 @@ class HostParts:
     """`spans`: the KV heads of each rank. `files`: the memory of all ranks but this one, which is 0."""
 
     def __init__(
-        self, own: HostArena, stored: BlockLayout, spans: Sequence[Span], files: Sequence[int]
+        self, own: HostArena, stored: BlockLayout, spans: Sequence[Section], files: Sequence[int]
     ) -> None:
         self.block_bytes = stored.block_bytes
         self._item = np.dtype(f"u{ITEM_BYTES[stored.dtype]}")  # numpy does not know all of torch's types

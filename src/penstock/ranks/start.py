@@ -31,14 +31,14 @@ from penstock.kv.tiers.store import BlockStore
 from penstock.kv.transfer import Mover
 from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
-from penstock.models.split import Heads, Span, SplitOps
+from penstock.models.split import RankHeads, Section, SplitOps
 from penstock.ranks.collectives import Collectives, file_store, launched_store, process_group
 from penstock.ranks.copies import LedCopier, LedMover
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.leader import Leader, Peer
 from penstock.ranks.parts import HostParts, PartedStore
 from penstock.ranks.passes import LedSteps
-from penstock.ranks.wire import Kind, Wire, config_fields
+from penstock.ranks.wire import MessageKind, RankWire, config_fields
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Led:
         return self._leader.ready(digest, num_blocks, progress)
 
     def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
-        spans = [Heads.of(dims, Split(rank, self.size)).kv for rank in range(self.size)]
+        spans = [RankHeads.of(dims, Split(rank, self.size)).kv for rank in range(self.size)]
         mover = partial(_led_mover, self._leader)
         return Moves(mover, False, stored, partial(self._through, stored, spans))
 
@@ -130,7 +130,7 @@ class Led:
         self._leader.wait_built()
 
     def _through(
-        self, stored: BlockLayout, spans: Sequence[Span], store: BlockStore, arena: HostArena
+        self, stored: BlockLayout, spans: Sequence[Section], store: BlockStore, arena: HostArena
     ) -> BlockStore:
         """The host memory of other ranks becomes this one's, too."""
         files = [peer.file for peer in self._leader.peers]
@@ -163,7 +163,7 @@ def _led_mover(leader: Leader, arenas: Any, copier: Any, lane: Any, *more: Any) 
 def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
     """On rank 0, before the model is loaded. `num_devices`: GPUs that are used; 0: the CPU."""
     check_supported(config)
-    size = config.ranks.tensor_parallel
+    size = config.ranks.size
     if size == 1:
         return Alone()
     progress("starting other ranks", 0, size - 1)
@@ -201,7 +201,7 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
 
 def _start(config: Config, num_devices: int, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], str]:
     """Processes of this machine. Their sockets have no names, so that no other process can connect."""
-    size = config.ranks.tensor_parallel
+    size = config.ranks.size
     directory = tempfile.mkdtemp(prefix="penstock-ranks-")  # of this user alone
     undo.callback(shutil.rmtree, directory, ignore_errors=True)
     peers = [_spawned(rank, num_devices, undo) for rank in range(1, size)]
@@ -226,7 +226,7 @@ def _spawned(rank: int, num_devices: int, undo: contextlib.ExitStack) -> Peer:
             command, pass_fds=[theirs.fileno(), file], env=environ, stdin=subprocess.DEVNULL, stdout=2
         )
     undo.callback(_end, process)
-    return Peer(rank, Wire(ours, JOIN_S), process, file)
+    return Peer(rank, RankWire(ours, JOIN_S), process, file)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -243,14 +243,14 @@ def _joined(peer: Peer) -> None:
         raise RankLost(f"{peer} did not start within {JOIN_S:g} s") from None
     except (OSError, EOFError):
         raise RankLost(f"{peer} {peer.ending()} before it had started") from None
-    if message.kind is not Kind.JOIN:
+    if message.kind is not MessageKind.JOIN:
         raise RankLost(f"{peer} said {message.kind.name} before it had joined")
 
 
 def _meet(config: Config, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], str]:
     """Ranks that torchrun started. They find this one by the store of torchrun, and show the token that is
     there."""
-    size, token = config.ranks.tensor_parallel, secrets.token_hex(16)
+    size, token = config.ranks.size, secrets.token_hex(16)
     store = launched_store(0, size)
     host = os.environ["MASTER_ADDR"]
     with socket.create_server((host, 0)) as listener:
@@ -260,7 +260,7 @@ def _meet(config: Config, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], 
         peers = dict[int, Peer]()
         while len(peers) < size - 1:
             try:
-                wire = Wire(listener.accept()[0], JOIN_S)
+                wire = RankWire(listener.accept()[0], JOIN_S)
             except TimeoutError:
                 missing = sorted(set(range(1, size)) - set(peers))
                 raise RankLost(f"ranks {missing} did not join within {JOIN_S:g} s") from None
@@ -272,10 +272,10 @@ def _meet(config: Config, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], 
     return store, [peers[rank] for rank in sorted(peers)], ""
 
 
-def met(rank: int, size: int) -> tuple[Any, Wire]:
+def met(rank: int, size: int) -> tuple[Any, RankWire]:
     """On a rank that torchrun started: its store, and the connection to rank 0."""
     store = launched_store(rank, size)
     address = json.loads(store.get(_CONTROL))
-    wire = Wire(socket.create_connection((address["host"], address["port"]), JOIN_S), JOIN_S)
-    wire.send(Kind.JOIN, {"rank": rank, "token": address["token"]})
+    wire = RankWire(socket.create_connection((address["host"], address["port"]), JOIN_S), JOIN_S)
+    wire.send(MessageKind.JOIN, {"rank": rank, "token": address["token"]})
     return store, wire

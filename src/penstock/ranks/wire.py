@@ -35,7 +35,7 @@ _SIZES = 4  # per chunk: tokens, slots, prompt tokens whose logprobs are wanted 
 Words = NDArray[np.int32]
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     JOIN = 1  # to rank 0: who it is
     SETUP = 2  # from rank 0: what to load
     READY = 3  # to rank 0: what was loaded
@@ -48,8 +48,8 @@ class Kind(enum.IntEnum):
     END = 10  # from rank 0
 
 
-class Message(NamedTuple):
-    kind: Kind
+class RankMessage(NamedTuple):
+    kind: MessageKind
     payload: bytes
 
     @property
@@ -64,7 +64,7 @@ class Message(NamedTuple):
         return found
 
 
-class Wire:
+class RankWire:
     """One connection. `send` may be called from any thread, `receive` from one. A call that takes longer than
     `timeout_s` raises TimeoutError, one on a closed connection EOFError or another OSError."""
 
@@ -73,16 +73,16 @@ class Wire:
         self._sock.settimeout(timeout_s)
         self._sending = threading.Lock()
 
-    def send(self, kind: Kind, payload: Words | Mapping[str, Any] | None = None) -> None:
+    def send(self, kind: MessageKind, payload: Words | Mapping[str, Any] | None = None) -> None:
         body = payload.tobytes() if isinstance(payload, np.ndarray) else json.dumps(payload or {}).encode()
         with self._sending:
             self._sock.sendall(_HEAD.pack(kind, len(body)) + body)
 
-    def receive(self) -> Message:
+    def receive(self) -> RankMessage:
         kind, size = _HEAD.unpack(self._read(_HEAD.size))
         if size > _MOST_BYTES:
             raise RankLost(f"a message of {size} bytes: the other end is no rank of this engine")
-        return Message(Kind(kind), self._read(size))
+        return RankMessage(MessageKind(kind), self._read(size))
 
     def set_timeout(self, timeout_s: float) -> None:
         self._sock.settimeout(timeout_s)

@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, RankLost
 from penstock.models.progress import silent
 from penstock.ranks.leader import Leader, Peer
 from penstock.ranks.start import FOLLOWER
-from penstock.ranks.wire import Kind, Wire, config_fields
+from penstock.ranks.wire import MessageKind, RankWire, config_fields
 from tests.support.driving import Collected, assert_same, generate, settle_all, submit
 from tests.support.ranks import build_ranks, other_ranks
 
@@ -144,15 +144,15 @@ def test_a_copy_that_fails_on_one_rank_is_computed_instead(monkeypatch: pytest.M
 # ------------------------------------------------------------------------------------ those that do not fit
 
 
-def a_peer() -> tuple[Leader, Wire]:
+def a_peer() -> tuple[Leader, RankWire]:
     """Rank 0 over a connection whose other end is the test."""
     ours, theirs = socket.socketpair()
-    return Leader([Peer(1, Wire(ours, 5.0))], 5.0), Wire(theirs, 5.0)
+    return Leader([Peer(1, RankWire(ours, 5.0))], 5.0), RankWire(theirs, 5.0)
 
 
 def test_a_rank_with_other_weights_is_refused() -> None:
     leader, other = a_peer()
-    other.send(Kind.READY, {"digest": b"other".hex(), "num_blocks": 8})
+    other.send(MessageKind.READY, {"digest": b"other".hex(), "num_blocks": 8})
     with pytest.raises(ConfigError, match="rank 1 has other weights"):
         leader.ready(b"ours", 16, silent)
     leader.close()
@@ -160,7 +160,7 @@ def test_a_rank_with_other_weights_is_refused() -> None:
 
 def test_all_ranks_have_the_blocks_that_the_smallest_has_room_for() -> None:
     leader, other = a_peer()
-    other.send(Kind.READY, {"digest": b"ours".hex(), "num_blocks": 8})
+    other.send(MessageKind.READY, {"digest": b"ours".hex(), "num_blocks": 8})
     assert leader.ready(b"ours", 16, silent) == 8
     leader.close()
 
@@ -171,11 +171,11 @@ def test_a_rank_of_another_version_refuses_to_join() -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", FOLLOWER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
-    wire = Wire(ours, _END_S)
-    assert wire.receive().kind is Kind.JOIN
-    wire.send(Kind.SETUP, {"version": "0.0.0", "config": config_fields(Config()), "rank": 1})
+    wire = RankWire(ours, _END_S)
+    assert wire.receive().kind is MessageKind.JOIN
+    wire.send(MessageKind.SETUP, {"version": "0.0.0", "config": config_fields(Config()), "rank": 1})
     message = wire.receive()
-    assert message.kind is Kind.FAILED and "rank 0 is penstock 0.0.0" in message.fields["error"]
+    assert message.kind is MessageKind.FAILED and "rank 0 is penstock 0.0.0" in message.fields["error"]
     assert process.wait(_END_S) == 1
     wire.close()
 
