@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from penstock.answer import load_engine
 from penstock.bench.agents import AgentsBench
 from penstock.bench.agents_replay import ServerAddress
+from penstock.bench.collectives import CollectivesBench
 from penstock.bench.decode import DecodeBench, RestoreBench
 from penstock.bench.deep import DeepBench
 from penstock.bench.report import (
@@ -162,6 +163,13 @@ def _transfer(args: Namespace, config: Config) -> BenchReport:
     return BenchReport(bench, dimensions_of(config.source.model)[0], config, results)
 
 
+def _collectives(args: Namespace, config: Config) -> BenchReport:
+    bench = CollectivesBench(args.kib, args.repeat)
+    with ProgressBar() as bar:
+        results = bench.measure(config, bar)
+    return BenchReport(bench, f"{config.ranks.size} ranks", config, results)
+
+
 def _restore(args: Namespace, config: Config) -> BenchReport:
     if not config.offload.enabled or not 0 < args.gib < 1024:
         raise ConfigError(
@@ -203,6 +211,7 @@ KINDS: dict[str, Callable[[Namespace, Config], BenchReport]] = {
     "turns": _turns,
     "agents": _agents,
     "transfer": _transfer,
+    "collectives": _collectives,
     "restore": _restore,
     "deep": _deep,
 }

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -211,15 +211,20 @@ def _start(config: Config, num_devices: int, undo: contextlib.ExitStack) -> tupl
     return file_store(where, size), peers, where
 
 
+def visible_device(rank: int, num_devices: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a process sees the GPU of its rank alone, as its first one."""
+    if not num_devices:
+        return {}
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible != [""] else [str(device) for device in range(num_devices)]
+    return {"CUDA_VISIBLE_DEVICES": names[rank % len(names)]}
+
+
 def _spawned(rank: int, num_devices: int, undo: contextlib.ExitStack) -> Peer:
     ours, theirs = socket.socketpair()
     file = os.memfd_create("penstock-host-kv")  # its size is set when it is known
     undo.callback(os.close, file)
-    environ = dict(os.environ)
-    if num_devices:
-        visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        names = visible if visible != [""] else [str(device) for device in range(num_devices)]
-        environ["CUDA_VISIBLE_DEVICES"] = names[rank % len(names)]
+    environ = {**os.environ, **visible_device(rank, num_devices, os.environ)}
     command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(file)]
     with theirs:
         process = subprocess.Popen(
