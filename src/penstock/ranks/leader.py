@@ -62,6 +62,8 @@ class Copying:
         self._left = set(ranks)
         self._error: str | None = None
         self._over = threading.Event()
+        if not ranks:
+            self._over.set()
 
     def ended(self, rank: int, error: str) -> None:
         self._left.discard(rank)

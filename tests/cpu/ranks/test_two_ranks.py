@@ -12,8 +12,10 @@ import pytest
 
 from penstock.contract import Grammar
 from penstock.engine.engine import Engine
+from penstock.models.split import SplitOps
+from penstock.ranks.start import Alone
 from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, wait_scanned
-from tests.support.ranks import build_ranks
+from tests.support.ranks import build_ranks, open_led_alone
 
 SIZES = {"blocks": 32, "host_blocks": 200, "max_batch": 6, "max_model_len": 256, "overcommit": 4.0}
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -125,10 +127,8 @@ def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[
         assert_same(found, right)
 
 
-@pytest.mark.parametrize(("size", "model"), [(4, "tiny-qwen3"), (2, "tiny-qwen3-moe")])
-def test_other_sizes_and_models_give_the_tokens_of_one(size: int, model: str) -> None:
-    """Each of the two KV heads is on two of four ranks. Experts are divided by width."""
-    engines = [build_ranks(1, model), build_ranks(size, model)]
+def test_experts_are_divided_by_width() -> None:
+    engines = [build_ranks(size, "tiny-qwen3-moe") for size in (1, 2)]
     right, found = (generate(engine, prompt(50), max_tokens=12) for engine in engines)
     for engine in engines:
         engine.close(timeout_s=20.0)
@@ -146,18 +146,43 @@ def test_drafts_by_prompt_lookup_are_verified_on_all_ranks() -> None:
     assert verified
 
 
-@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1), (2, 3)])
-def test_a_disk_serves_any_number_of_ranks(writes: int, reads: int, tmp_path: Path) -> None:
-    """What some ranks wrote, after a restart with others."""
-    long, answers = prompt(120, seed=5), []
-    for size in (writes, reads):
+def test_a_disk_serves_any_number_of_ranks(tmp_path: Path) -> None:
+    """Each engine finds what those before it wrote, and writes a prompt of its own. With four ranks each of
+    the two KV heads is on two of them."""
+    sizes, answers = (1, 2, 4, 1), dict[int, Collected]()
+    for index, size in enumerate(sizes):
         engine = build_ranks(size, host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.1)
         wait_scanned(engine)
-        answers.append(generate(engine, long))
+        for seed in range(index):
+            again = generate(engine, prompt(120, seed=seed))
+            assert_same(again, answers[seed])
+            assert again.source is not None and again.source.ssd >= 112
+        answers[index] = generate(engine, prompt(120, seed=index))
         persisting = engine.cache.persist()
         while persisting is not None and not persisting.settled:
             if not engine.step():
                 engine.wait_work(0.05)
         engine.close(timeout_s=20.0)
-    assert_same(answers[1], answers[0])
-    assert answers[1].source is not None and answers[1].source.ssd >= 112
+
+
+def test_all_of_it_with_one_rank_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the GPU's tests have it: collectives of one."""
+    plain = build_ranks(1)
+    monkeypatch.setattr("penstock.engine.build.open_ranks", open_led_alone("gloo"))
+    led = build_ranks(1, host_blocks=64)
+    right, found = (generate(engine, prompt(50), temperature=0.8, seed=2) for engine in (plain, led))
+    settle_all(led)
+    led.cache.reset(("device",))
+    again = generate(led, prompt(50), temperature=0.8, seed=2)
+    for engine in (plain, led):
+        engine.close(timeout_s=20.0)
+    assert_same(found, right)
+    assert_same(again, right)
+
+
+def test_one_rank_has_no_pass_and_no_process_of_ranks() -> None:
+    engine = build_ranks(1)
+    kinds = [type(one).__name__ for one in engine.parts.executor.passes]
+    assert "LedSteps" not in kinds and not isinstance(engine.parts.executor.target.model.ops, SplitOps)
+    assert isinstance(engine.parts.ranks, Alone)
+    engine.close(timeout_s=20.0)
