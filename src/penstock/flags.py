@@ -319,7 +319,8 @@ VLLM = {
     "tokenizer hf-config-path": "none: tokenizer and config are read from the model's own files",
     "chat-template": "none: the template of the model is used",
     "trust-remote-code": "none: no code of a model is executed",
-    "tensor-parallel-size tp pipeline-parallel-size pp data-parallel-size dp": "none: one device",
+    "tensor-parallel-size tp": "`--tensor-parallel`",
+    "pipeline-parallel-size pp data-parallel-size dp": "none: several servers behind a router",
     "quantization q": "none: GGUF files are read as they are; `--weights` chooses the form on a CPU",
     "kv-cache-dtype": "none: KV has the type of `--dtype`",
 }
