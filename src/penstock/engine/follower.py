@@ -18,7 +18,7 @@ from penstock.config import Config
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.build import FollowerParts, build_follower
 from penstock.engine.execution.running_step import RunningStep
-from penstock.errors import ConfigError, RankLost
+from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.memory import DeviceArena, HostArena
 from penstock.kv.transfer import Copier, make_copier
 from penstock.lanes.cuda import as_current, make_lane, make_launcher
@@ -29,7 +29,7 @@ from penstock.models.progress import silent
 from penstock.observe import all_of
 from penstock.ranks.collectives import Collectives, file_store, process_group
 from penstock.ranks.copies import DIRECTIONS
-from penstock.ranks.followed import Followed
+from penstock.ranks.followed import Followed, tell_failed
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.start import JOIN_S, met
 from penstock.ranks.wire import CopyOrder, MessageKind, RankWire, config_fields, config_of, step_of
@@ -75,6 +75,9 @@ class CopyLane:
             copy = partial(self._copier.copy, order.sources, order.dests, order.layers)
             self._lane.submit(copy, accesses, label="copy").wait_done()
             error = ""
+        except InvariantBroken as broken:  # a defect: the engine stops
+            self._ranks.failed(broken)
+            return
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         self.over = self._lane.record()  # before rank 0 can reuse either end
@@ -173,8 +176,7 @@ def follow(wire: RankWire, store: Any = None, own: Config | None = None, file: i
         follower.run()
         ranks.close()
     except Exception as error:
-        text, is_other = f"{type(error).__name__}: {error}", isinstance(error, RankLost)
-        wire.send(MessageKind.FAILED, {"error": text, "is_other": is_other})
+        tell_failed(wire, error)
         raise
 
 

@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 _BEATS = 4  # in the time after which a silent rank counts as lost
 
 
+def tell_failed(wire: RankWire, error: BaseException) -> None:
+    """A rank that only waited for another one does not name it: rank 0 knows more."""
+    text, is_other = f"{type(error).__name__}: {error}", isinstance(error, RankLost)
+    wire.send(MessageKind.FAILED, {"error": text, "is_other": is_other})
+
+
 class Followed:
     """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
 
@@ -92,6 +98,10 @@ class Followed:
 
     def copied(self, number: int, error: str) -> None:
         self._wire.send(MessageKind.COPIED, {"number": number, "error": error})
+
+    def failed(self, error: BaseException) -> None:
+        """This rank cannot go on."""
+        tell_failed(self._wire, error)
 
     def _listen(self) -> None:
         try:

@@ -17,10 +17,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+import penstock
 from penstock import __version__
 from penstock.config import Config
 from penstock.engine.execution.passes import Pass, StepLimits
@@ -224,7 +226,10 @@ def _spawned(rank: int, num_devices: int, undo: contextlib.ExitStack) -> Peer:
     ours, theirs = socket.socketpair()
     file = os.memfd_create("penstock-host-kv")  # its size is set when it is known
     undo.callback(os.close, file)
+    # the same source as here, however this process has found it
+    paths = filter(None, (str(Path(penstock.__file__).parents[1]), os.environ.get("PYTHONPATH")))
     environ = {**os.environ, **visible_device(rank, num_devices, os.environ)}
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(file)]
     with theirs:
         process = subprocess.Popen(
