@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -339,14 +339,11 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
             "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
             "--max-model-len"
         )
-    if may_be_paged and setup.ranks.size > 1:
-        raise ConfigError(
-            "--tensor-parallel: every sequence has to fit on the device; raise --device-kv-gib, or lower "
-            "--max-model-len"
-        )
     residency = ResidencyChoice.of(
         budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
     )
+    if setup.ranks.size > 1:
+        residency = replace(residency, division=None, refusal="the model is on several ranks")
     division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -355,6 +352,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         block_tokens=block_tokens,
         padding_slot=storage.arena.padding_slot,
         arena=storage.arena.name,
+        max_tokens=max_model_len,
         max_paged=cache.num_pageable if may_be_paged else 0,
         max_parts=0 if division is None else blocks_for(max_model_len, division.part_tokens),
         max_drafts=min(_MAX_STEP_DRAFTS, drafts * budget.max_batch),
@@ -393,7 +391,8 @@ def _executor(
     slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
     forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
     replays = _replays(setup, limits, forward, sampler.pending, lane)
-    paged = _paged(setup, storage, sizes, forward, lane, uploads)
+    num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
+    paged = _paged(setup, limits, storage.host_arena, forward, (lane, uploads, num_kept))
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     passes: list[Pass | None] = [
         None if guard is None else PoisonPass(guard, limits),
@@ -413,7 +412,7 @@ class FollowerParts(NamedTuple):
     """What a rank other than 0 runs on: no books, and nothing that chooses tokens."""
 
     executor: Executor
-    lane: Lane
+    lanes: Sequence[Lane]  # the first computes
     arena: DeviceArena
     host_arena: HostArena | None
     observers: Observers
@@ -436,17 +435,22 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
         host_arena = HostArena(layout, ranks.num_host_blocks, setup.device, file=ranks.host_file)
         host_arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
     lane = setup.lane("compute")
-    executor = _follower_executor(setup, ranks, loaded, arena, lane)
+    executor = _follower_executor(setup, ranks, loaded, (arena, host_arena), lane)
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)
         warm.capture_all(executor, silent)
-    return FollowerParts(executor, lane, arena, host_arena, observers)
+    return FollowerParts(executor, setup.lanes, arena, host_arena, observers)
 
 
 def _follower_executor(
-    setup: _Setup, ranks: Followed, loaded: LoadedModel, arena: DeviceArena, lane: Lane
+    setup: _Setup,
+    ranks: Followed,
+    loaded: LoadedModel,
+    arenas: tuple[DeviceArena, HostArena | None],
+    lane: Lane,
 ) -> Executor:
     """The passes that have collectives."""
+    arena, host_arena = arenas
     limits, target, uploads = ranks.limits, loaded.model, Uploads(setup.device, lane)
     assert limits is not None
     pending = torch.zeros(
@@ -457,9 +461,10 @@ def _follower_executor(
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     forward = Forward(target, attention, pending, begin)
     replays = _replays(setup, limits, forward, pending, lane)
-    target_pass = TargetPass(forward, replays, rejected)
+    paged = _paged(setup, limits, host_arena, forward, (lane, uploads, 0))
+    target_pass = TargetPass(forward, replays, rejected, paged)
     tokens = ranks.steps(limits, None, (pending, rejected))
-    passes = (target_pass, PromptLogprobsPass(target, uploads), tokens)
+    passes = (target_pass, *(() if paged is None else (paged,)), PromptLogprobsPass(target, uploads), tokens)
     masks = Masks(
         Grammars(loaded.tokenizer, target.config.vocab, sorted(target.config.eos_ids)), limits.max_batch, lane
     )
@@ -498,17 +503,20 @@ def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
 
 
 def _paged(
-    setup: _Setup, storage: Opened, sizes: _Sizes, forward: Forward, lane: Lane, uploads: Uploads
+    setup: _Setup,
+    limits: StepLimits,
+    host_arena: HostArena | None,
+    forward: Forward,
+    keys: tuple[Lane, Uploads, int],
 ) -> PagedPass | None:
-    """None: every sequence fits on the device."""
-    if not sizes.limits.max_paged or storage.host_arena is None:
+    """None: every sequence fits on the device. `keys`: the last arguments of `ContextKeys`."""
+    if not limits.max_paged or host_arena is None:
         return None
     attention, kv = forward.attention, setup.config.kv
     piece_tokens = _CUDA_PIECE_TOKENS if setup.device.type == "cuda" else _CPU_PIECE_TOKENS
-    piece_tokens = min(piece_tokens, sizes.max_model_len)
-    reads = PagedReads(storage.host_arena, attention, setup.lane("page"), piece_tokens)
-    num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
-    return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, lane, uploads, num_kept))
+    piece_tokens = min(piece_tokens, limits.max_tokens)
+    reads = PagedReads(host_arena, attention, setup.lane("page"), piece_tokens)
+    return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, *keys))
 
 
 def _weights_of(adapters: AdapterStore, model: Decoder) -> Callable[[Adapter], AdapterWeights]:

@@ -95,7 +95,7 @@ class Follower:
 
     @property
     def _lane(self) -> Lane:
-        return self._parts.lane
+        return self._parts.lanes[0]
 
     def run(self) -> None:
         with as_current(self._lane):
@@ -133,7 +133,8 @@ class Follower:
     def _close(self) -> None:
         for copies in self._copies:
             copies.close()
-        self._lane.close(_END_S)
+        for lane in self._parts.lanes:
+            lane.close(_END_S)
         if self._parts.host_arena is not None:
             self._parts.host_arena.close()
 

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 # fields that must be as by default with several ranks
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
-    KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer"),
+    KvConfig: ("residency", "pin_spans", "scorer"),
     LoraConfig: ("adapters", "dir"),
     SanitizeConfig: ("check_bytes",),
 }

@@ -29,8 +29,11 @@ _HEAD = struct.Struct("<BI")
 _MOST_BYTES = 1 << 30
 _NUMBERS = ("row", "start", "writes", "num_logits", "num_unsure", "next_token", "num_left_out", "room")
 # Work that other ranks cannot do yet. The flags that lead to it are refused.
-_UNSUPPORTED = ("adapter", "paged", "scoring", "state")
-_SIZES = 4  # per chunk: tokens, slots, prompt tokens whose logprobs are wanted (-1: none), alternatives
+_UNSUPPORTED = ("adapter", "scoring", "state")
+# per chunk: tokens, slots, host slots (-1: none), prompt tokens whose logprobs are wanted (-1: none),
+# alternatives
+_SIZES = 5
+_NO_SLOTS = np.empty(0, np.int32)
 
 Words = NDArray[np.int32]
 
@@ -46,6 +49,9 @@ class MessageKind(enum.IntEnum):
     BEAT = 8  # nothing new
     FAILED = 9  # to rank 0: it ends, and why
     END = 10  # from rank 0
+
+
+_KINDS = frozenset(MessageKind)
 
 
 class RankMessage(NamedTuple):
@@ -80,8 +86,8 @@ class RankWire:
 
     def receive(self) -> RankMessage:
         kind, size = _HEAD.unpack(self._read(_HEAD.size))
-        if size > _MOST_BYTES:
-            raise RankLost(f"a message of {size} bytes: the other end is no rank of this engine")
+        if size > _MOST_BYTES or kind not in _KINDS:
+            raise RankLost(f"a message {kind} of {size} bytes: the other end is no rank of this engine")
         return RankMessage(MessageKind(kind), self._read(size))
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -119,6 +125,7 @@ def step_words(plan: StepPlan) -> Words:
     sizes = [
         [len(chunk.tokens) for chunk in chunks],
         [len(chunk.slots) for chunk in chunks],
+        [-1 if chunk.paged is None else len(chunk.paged) for chunk in chunks],
         [-1 if chunk.echo is None else len(chunk.echo.tokens) for chunk in chunks],
         [echo.num_top for echo in echoes],
     ]
@@ -128,6 +135,7 @@ def step_words(plan: StepPlan) -> Words:
             np.array([*numbers, *sizes], np.int32).ravel(),
             *(np.array(chunk.tokens, np.int32) for chunk in chunks),
             *(chunk.slots.astype(np.int32, copy=False) for chunk in chunks),
+            *((_NO_SLOTS if chunk.paged is None else chunk.paged).astype(np.int32) for chunk in chunks),
             *(np.array(echo.tokens, np.int32) for echo in echoes),
         ]
     )
@@ -137,24 +145,23 @@ def step_of(words: Words) -> StepPlan:
     """The step again. Requests have the names of their rows."""
     number, num_decodes, num_ahead, num = (int(word) for word in words[:4])
     width = len(_NUMBERS) + _SIZES
-    table, rest = words[4 : 4 + width * num].reshape(width, num).T.tolist(), words[4 + width * num :]
-    token_ends = np.cumsum([row[-4] for row in table])
-    slot_ends = np.cumsum([row[-3] for row in table])
-    num_tokens, num_slots = (int(ends[-1]) if num else 0 for ends in (token_ends, slot_ends))
-    tokens, slots = rest[:num_tokens].tolist(), rest[num_tokens : num_tokens + num_slots]
-    targets = rest[num_tokens + num_slots :].tolist()
-    chunks, target_at = [], 0
-    for row, token_end, slot_end in zip(table, token_ends, slot_ends, strict=True):
+    table, rest = words[4 : 4 + width * num].reshape(width, num), words[4 + width * num :]
+    sizes = table[len(_NUMBERS) :]
+    parts, start = list[list[Words]](), 0
+    for lengths in sizes[:-1].clip(min=0).tolist():  # tokens of all chunks, then their slots, and so on
+        ends = start + np.cumsum(lengths, dtype=np.int64)
+        parts.append([rest[end - length : end] for end, length in zip(ends, lengths, strict=True)])
+        start = int(ends[-1]) if num else start
+    chunks = []
+    for index, row in enumerate(table.T.tolist()):
+        tokens, slots, paged, targets = (part[index] for part in parts)
         values: dict[str, Any] = dict(zip(_NUMBERS, row, strict=False))
         values["writes"] = bool(values["writes"])
-        num_own, num_own_slots, num_echoed, num_top = row[-_SIZES:]
-        echo = None
-        if num_echoed >= 0:
-            echo = Echo(tuple(targets[target_at : target_at + num_echoed]), num_top)
-            target_at += num_echoed
-        own = tuple(tokens[token_end - num_own : token_end])
-        chunk_slots = slots[slot_end - num_own_slots : slot_end]
-        chunks.append(Chunk(f"row {row[0]}", tokens=own, slots=chunk_slots, echo=echo, **values))
+        _, _, num_paged, num_echoed, num_top = row[-_SIZES:]
+        echo = None if num_echoed < 0 else Echo(tuple(targets.tolist()), num_top)
+        host = None if num_paged < 0 else paged
+        own = tuple(tokens.tolist())
+        chunks.append(Chunk(f"row {row[0]}", tokens=own, slots=slots, paged=host, echo=echo, **values))
     return StepPlan(number, tuple(chunks), num_decodes, num_ahead=num_ahead)
 
 

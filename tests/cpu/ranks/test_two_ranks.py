@@ -12,6 +12,7 @@ import pytest
 
 from penstock.contract import Grammar
 from penstock.engine.engine import Engine
+from penstock.errors import InvalidRequest
 from penstock.models.split import SplitOps
 from penstock.ranks.start import Alone
 from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, wait_scanned
@@ -123,6 +124,24 @@ def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[
         settle_all(engine)
         answers.append(asked)
         assert engine.stats().retractions > before
+    for right, found in zip(*answers, strict=True):
+        assert_same(found, right)
+
+
+def test_contexts_larger_than_the_device_are_streamed_on_all_ranks() -> None:
+    plain = build_ranks(1, max_model_len=512)
+    pair = build_ranks(2, blocks=32, host_blocks=128, max_model_len=512, resident_tokens=128)
+    asked = prompt(400, seed=9), prompt(300, seed=10)
+    answers = []
+    for engine in (plain, pair):
+        requests = [submit(engine, tokens, max_tokens=12, temperature=0.6, seed=1) for tokens in asked]
+        run_all(engine)
+        answers.append(requests)
+    assert pair.stats().host_steps
+    with pytest.raises(InvalidRequest, match="several ranks"):
+        submit(pair, asked[0], residency="scored")
+    for engine in (plain, pair):
+        engine.close(timeout_s=20.0)
     for right, found in zip(*answers, strict=True):
         assert_same(found, right)
 
