@@ -20,7 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
+from penstock.kv.rules import rule_for
+from penstock.kv.states import KEPT_STATES, KeptStates
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.tiers import Tiers
@@ -153,11 +155,18 @@ class Model:
         host = HostTier(host_pool, BLOCK, 1e9, self.clock)
         movers = self._mover("host", "device"), self._mover("device", "host")
         tiers = Tiers.of(self.pool, host, (), movers, LAYOUT, TierLimits(1024, 30.0, postpones=True))
+        num_states = int(o.states_gib * 1024 / o.state_mib)
+        states = KeptStates(BlockPool(num_states, KEPT_STATES)) if num_states else None
         self.cache = KvCache(
-            self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, tiers
+            self.pool,
+            Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"),
+            True,
+            tiers,
+            rule_for((), BLOCK, states),
         )
         bound_s = o.max_overtaken_s if o.scheduling == "cost" else 0.0
         budget = Budget(256, 8192, max_overtaken_s=bound_s, chunk_s=o.chunk_ms / 1000, min_chunk=512)
+        budget = replace(budget, state_every=o.state_every)
         self.scheduler = Scheduler(self.cache, budget, (), estimates=Estimates(self.cache.prefill))
         self.compute = ModelLane("compute", self.clock)
         self.arriving: list[tuple[float, int, int, int]] = []  # when, order, user, number
@@ -293,6 +302,7 @@ def figures(model: Model, seconds: float) -> dict[str, float]:
         "seconds": seconds,
         "reused": 1 - computed / total,
         "reusable": sum(possible) / total,
+        "states_kept": 0 if model.cache.states is None else model.cache.states.pool.num_keys,
         "device": sum(one.source.device for one in records) / total,
         "later_p50": float(np.percentile(later, 50)),
         "later_p95": float(np.percentile(later, 95)),
@@ -327,6 +337,14 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of random times of steps and clients; 0: none is random"
     )
+    parser.add_argument(
+        "--states-gib",
+        type=float,
+        default=0.0,
+        help="host memory for states of recurrent layers; 0: every layer attends",
+    )
+    parser.add_argument("--state-mib", type=float, default=63.0, help="one state; Qwen3.5-35B-A3B has 63")
+    parser.add_argument("--state-every", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
     options = parser.parse_args()
     o = options

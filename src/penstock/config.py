@@ -333,10 +333,10 @@ class OffloadConfig(Settings):
         rule="positive",
         needs="enabled",
     )
-    state_every: int = setting(
-        0,
+    state_every: int | None = setting(
+        None,
         "with recurrent layers: keep a state also after every N tokens, a multiple of --block-tokens; 0: "
-        "only before the end of a prompt",
+        "only near the end of a prompt and where prompts part (unset: 8192)",
         rule="at least 0",
         needs="enabled",
         metavar="N",

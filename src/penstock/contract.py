@@ -981,6 +981,9 @@ class Match(NamedTuple):
     # Blocks in host memory, which stay there. Only for a deep request: its match is all device or all host.
     num_paged: int = 0
     num_gone: int = 0  # leading blocks that are not needed; a table begins after them
+    # with recurrent layers: leading blocks that are on the device, and in any tier, of use or not
+    num_here: int = 0
+    num_known: int = 0
 
     @property
     def num_held(self) -> int:
@@ -1000,12 +1003,28 @@ class Want(Protocol):
         """Idempotent."""
 
 
+class StateSearch(Protocol):
+    """What cold tiers have of the states of one waiting request's prompt."""
+
+    @property
+    def ready(self) -> bool:
+        """They have answered, or took too long. Never blocks."""
+
+    def reads_first(self, key: bytes | None, num_known: int) -> bool:
+        """Whether the request waits: the state of the boundary with this key (None: it begins with none) is
+        being read into host memory, or an earlier one is asked for, since cached blocks end after `num_known`
+        of them."""
+
+
 class StateLedger(Protocol):
     """The scheduler's interface to states that are kept at block boundaries, by the keys of the blocks before
     them. Slots are touched by steps only."""
 
     def pin(self, owner: str, key: bytes) -> SlotHandle | None:
         """Protect the state of this boundary until the handle ends. None: there is none."""
+
+    def search(self, keys: Sequence[bytes]) -> StateSearch | None:
+        """Ask cold tiers for the last boundary of `keys` that has a state. None: there are none."""
 
     def expect(self, key: bytes, depth: int, change: int) -> None:
         """So many more running requests will keep a state of this boundary, after `depth` blocks: others may

@@ -1,7 +1,9 @@
 """An engine with a tiny model in a process of its own, asked by lines. Run as a program; owns nothing that
 ships.
 
-    python engine_process.py URL
+    python engine_process.py URL MODEL
+
+URL may be the directory of a disk tier.
 
 A line of numbers of prompts, as JSON, is answered with a line of their tokens and sources. Before it answers,
 everything is in the store and in no memory of its own.
@@ -35,7 +37,9 @@ def persist(server: Troubled) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with troubled(remote=sys.argv[1], remote_timeout_s=20.0) as server:
+    where, model = sys.argv[1:]
+    disk, store = {"ssd_dir": where, "ssd_gib": 0.05}, {"remote": where, "remote_timeout_s": 20.0}
+    with troubled(model=model, **(disk if where.startswith("/") else store)) as server:
         print("ready", flush=True)
         for line in sys.stdin:
             found = server.ask(*json.loads(line))

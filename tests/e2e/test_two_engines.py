@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from penstock.testing.sanitized import build_sanitized
+from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.e2e.troubled import FULL_BLOCKS, PROMPT_TOKENS, prompt
-from tests.support.driving import generate, tiny_config
+from tests.support.driving import generate, tiny_config, wait_scanned
 from tests.support.servers import Mooncake, ServerMissing, Valkey, mooncake_environment
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -25,10 +25,10 @@ NUMBERS = (0, 1, 2)
 class EngineProcess:
     """One that answers questions; ends with `with`."""
 
-    def __init__(self, url: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, url: str, environment: Mapping[str, str], model: str = "tiny-qwen3") -> None:
         path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "src")])
         self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "e2e" / "engine_process.py"), url],
+            [sys.executable, str(TESTS / "e2e" / "engine_process.py"), url, model],
             env={**os.environ, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -46,11 +46,15 @@ class EngineProcess:
 
     def ask(self, *numbers: int) -> tuple[list[list[int]], list[dict[str, int]]]:
         """Tokens and sources, by prompt."""
+        self.begin(*numbers)
+        answers: list[tuple[list[int], dict[str, int]]] = json.loads(self._line())
+        return [tokens for tokens, _ in answers], [source for _, source in answers]
+
+    def begin(self, *numbers: int) -> None:
+        """Ask, and do not wait for the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(numbers) + "\n")
         self.process.stdin.flush()
-        answers: list[tuple[list[int], dict[str, int]]] = json.loads(self._line())
-        return [tokens for tokens, _ in answers], [source for _, source in answers]
 
     def kill(self) -> None:
         self.process.kill()
@@ -114,3 +118,45 @@ def test_what_one_process_has_computed_another_restores_also_after_the_first_was
         )
         first.kill()
         assert asked(second, *NUMBERS) == (alone[:3], [source(FULL_BLOCKS)] * 3)
+
+
+def test_a_hybrid_model_continues_in_another_process_by_states_in_the_store(
+    store: tuple[str, Mapping[str, str]],
+) -> None:
+    alone = hybrid_alone()
+    with EngineProcess(*store, "tiny-qwen3.5") as first, EngineProcess(*store, "tiny-qwen3.5") as second:
+        first.wait_ready()
+        second.wait_ready()
+        assert first.ask(*NUMBERS) == (alone, [source(0)] * 3)
+        assert asked(second, *NUMBERS) == (alone, [source(FULL_BLOCKS)] * 3)
+        first.kill()
+        assert asked(second, *NUMBERS) == (alone, [source(FULL_BLOCKS)] * 3)
+
+
+def hybrid_alone() -> list[list[int]]:
+    engine, _ = build_sanitized(tiny_config("tiny-qwen3.5"))
+    found = [generate(engine, prompt(number), max_tokens=4).tokens for number in NUMBERS]
+    engine.close(20.0)
+    return found
+
+
+def test_a_hybrid_model_continues_from_disk_after_a_kill_in_the_middle_of_its_work(tmp_path: Path) -> None:
+    """What was persisted before is there, blocks and states, with the same tokens."""
+    alone, folder = hybrid_alone(), str(tmp_path / "ssd")
+    with EngineProcess(folder, {}, "tiny-qwen3.5") as first:
+        first.wait_ready()
+        assert first.ask(*NUMBERS) == (alone, [source(0)] * 3)
+        first.begin(*range(10, 40))
+        first.kill()
+    engine, sanitizer = build_sanitized(
+        tiny_config("tiny-qwen3.5", host_blocks=256, ssd_dir=folder, ssd_gib=0.05)
+    )
+    wait_scanned(engine)
+    assert engine.cache.states is not None
+    assert engine.cache.states.cold.tiers["ssd states"].calls.store.wrapped.wait_scanned(60.0)  # type: ignore[attr-defined]
+    for number, tokens in zip(NUMBERS, alone, strict=True):
+        found = generate(engine, prompt(number), max_tokens=4)
+        assert found.tokens == tokens and found.source is not None
+        assert found.source.computed == PROMPT_TOKENS - FULL_BLOCKS
+    engine.close(20.0)
+    check_silent(sanitizer)

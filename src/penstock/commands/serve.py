@@ -179,7 +179,7 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> d
     sizes = []
     for tier, slots in engine.stats().kv_blocks.items():
         num = sum(slots.values())  # a shared store has none of its own
-        each, what = (dims.state_bytes, "") if tier == STATES else (layout.block_bytes, " blocks")
+        each, what = (dims.state_bytes, "") if tier.endswith(STATES) else (layout.block_bytes, " blocks")
         sizes.append(f"{tier} {num * each / GIB:.2f} GiB ({num}{what})" if slots else tier)
     threads = {} if engine.parts.threads is None else {"threads": str(engine.parts.threads)}
     return {

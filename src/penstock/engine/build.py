@@ -36,12 +36,13 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
-from penstock.engine.execution.passes import STATES, Pass, PoisonPass, StatePass, StepLimits
+from penstock.engine.execution.passes import STATES, Pass, PoisonPass, SettlePass, StatePass, StepLimits
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
 from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.state_drafts import StateDrafts
 from penstock.engine.execution.states import StateSlots
 from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
@@ -61,8 +62,7 @@ from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import Device, KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, free_bytes
-from penstock.kv.states import KeptStates
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane
@@ -73,6 +73,7 @@ from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence, Split
 from penstock.models.progress import Progress, silent
+from penstock.models.registry import architecture_of
 from penstock.models.split import part_of
 from penstock.observe import Observers, all_of
 from penstock.ranks.followed import Followed
@@ -85,6 +86,7 @@ from penstock.speculation.eagle import read_eagle, read_eagle_config
 from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
+from penstock.speculation.shipped import shipped_head
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
 
@@ -293,16 +295,25 @@ def _models(setup: _Setup) -> _Models:
     _check_deterministic(config, device)
     loaded = _load(setup, config.source, config.source.deterministic)
     config = setup.config = for_recurrent(config, loaded.model.config)
-    proposer = _head(config, loaded.model) or _draft(setup, loaded)
+    proposer = _head(config, loaded) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
-    group = KvGroup(layout, _windows(loaded.model.config, own_dims), loaded.model.config.state_bytes)
+    group = KvGroup(
+        layout, _windows(loaded.model.config, own_dims), _state_layout(config, loaded.model.config)
+    )
     num_blocks = _num_blocks(config, layout, loaded.model)
     num_blocks = setup.ranks.num_blocks(loaded.model.digest, num_blocks, setup.progress)
     models = _Models(loaded, proposer, group, num_blocks)
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
+
+
+def _state_layout(config: Config, dims: ModelConfig) -> StateLayout | None:
+    """Of states that are kept. None: there are none, or no host memory for them."""
+    if (recurrence := dims.recurrence) is None or not config.offload.enabled:
+        return None
+    return StateLayout(len(recurrence.layers), recurrence.num_bytes, recurrence.fingerprint())
 
 
 def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
@@ -355,7 +366,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         max_tokens=max_model_len,
         max_paged=cache.num_pageable if may_be_paged else 0,
         max_parts=0 if division is None else blocks_for(max_model_len, division.part_tokens),
-        max_drafts=min(_MAX_STEP_DRAFTS, drafts * budget.max_batch),
+        max_drafts=_most_step_drafts(config),
         max_request_drafts=drafts,
         num_ahead=0 if models.proposer is None else drafts,
         num_layers=models.group.layout.num_layers,
@@ -379,7 +390,7 @@ def _executor(
     uploads = Uploads(setup.device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
-    masks = Masks(grammars, limits.max_batch, lane)
+    masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
@@ -388,20 +399,22 @@ def _executor(
         draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    slots, kept = _state_slots(dims.recurrence, limits.max_batch, setup.device, storage.cache.states)
-    forward = Forward(target, attention, sampler.pending, begin, drafts, slots)
+    states = _states(dims.recurrence, limits, storage.states, sampler)
+    forward = Forward(target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
     replays = _replays(setup, limits, forward, sampler.pending, lane)
     num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
     paged = _paged(setup, limits, storage.host_arena, forward, (lane, uploads, num_kept))
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
+    state_pass = None if states.slots is None else StatePass(states.slots, states.kept)
     passes: list[Pass | None] = [
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
-        None if slots is None else StatePass(slots, kept),
+        state_pass,
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
         setup.ranks.steps(limits, storage.host_arena, (sampler.pending, sampler.rejected)),
+        None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
         None if drafts is None else DraftPass(drafts, rows, replays),
     ]
     present = tuple(one for one in passes if one is not None)
@@ -476,30 +489,43 @@ def _replays(setup: _Setup, limits: StepLimits, forward: Forward, pending: Tenso
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
     buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
+    if forward.state_drafts is not None:
+        buckets += tuple(replace(one, has_drafts=True) for one in buckets if one.num_tokens > 1)
     return Replays(lane, forward, packer, inputs, buckets, lambda: (pending, *forward.tensors))
 
 
-def _state_slots(
-    dims: Recurrence | None, num_rows: int, device: torch.device, kept: KeptStates | None
-) -> tuple[StateSlots | None, StateSlots | None]:
-    """Of the rows and a row of padding, and of kept states. None: there are none."""
+class _States(NamedTuple):
+    """Of the rows and a row of padding, kept ones, and what steps with drafts need. None: there are none."""
+
+    slots: StateSlots | None = None
+    kept: StateSlots | None = None
+    drafts: StateDrafts | None = None
+
+
+def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, sampler: Sampler) -> _States:
     if dims is None:
-        return None, None
-    needed, free = _state_bytes(dims, num_rows), free_bytes(device)
+        return _States()
+    num_rows, device = limits.max_batch, sampler.rejected.device
+    needed, free = _state_bytes(dims, num_rows, limits.max_drafts), free_bytes(device)
     if needed > free:
         raise ConfigError(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
-    rows = StateSlots(STATES, dims, num_rows + 1, device)
-    if kept is None:
-        return rows, None
-    pool, pinned = kept.pool, device.type == "cuda"
-    return rows, StateSlots(pool.name, dims, pool.num_slots, torch.device("cpu"), pinned)
+    slots = StateSlots(STATES, dims, torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device))
+    drafts = StateDrafts(slots, limits.max_rows, sampler.rejected) if limits.max_drafts else None
+    return _States(slots, None if kept is None else StateSlots(kept.name, dims, kept.tensor), drafts)
 
 
-def _state_bytes(dims: Recurrence | None, num_rows: int) -> int:
-    return 0 if dims is None else (num_rows + 1) * dims.num_bytes
+def _state_bytes(dims: Recurrence | None, num_rows: int, num_drafts: int = 0) -> int:
+    if dims is None:
+        return 0
+    inputs = StateDrafts.num_bytes(dims, num_rows + num_drafts) if num_drafts else 0
+    return (num_rows + 1) * dims.num_bytes + inputs
+
+
+def _most_step_drafts(config: Config) -> int:
+    return min(_MAX_STEP_DRAFTS, config.speculation.drafts * config.engine.max_batch)
 
 
 def _paged(
@@ -677,7 +703,8 @@ def _working_bytes(config: Config, model: Decoder) -> float:
         per_token += 9 * c.hidden * model.dtype.itemsize
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
-    states = _state_bytes(c.recurrence, config.engine.max_batch)
+    num_drafts = _most_step_drafts(config)
+    states = _state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
@@ -696,7 +723,7 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         delay_s=delay_s,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
-        state_every=config.offload.state_every,
+        state_every=config.offload.state_every or 0,
     )
 
 
@@ -792,13 +819,15 @@ def _why_unpaged(dims: ModelConfig) -> str:
     return f"a model with {kind} is not paged out" if kind else ""
 
 
-def _head(config: Config, model: Decoder) -> DraftHead | None:
+def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
-    kind, path = config.speculation.kind, config.speculation.path
+    kind, path, model = config.speculation.kind, config.speculation.path, loaded.model
     if kind == "eagle":
         return read_eagle(Path(path or ""), model)
     if kind != "mtp":
         return None
+    if architecture_of(model.config).ships_heads:
+        return shipped_head(loaded, path)
     return installed_head(model) if path is None else read_head(Path(path), model)
 
 
@@ -846,7 +875,7 @@ def _target_part(
     layer has the shape of the target's last layer and uses the same attention."""
     dims = model.config
     if own_dims is not None:
-        return arena.tensor[:, : dims.num_layers], dims
+        return arena.tensor[:, : dims.num_kv_layers], replace(dims, num_layers=dims.num_kv_layers)
     if arena.layout.num_layers != dims.num_layers:  # a head's layer, or layers without KV
         dims = replace(dims, num_layers=arena.layout.num_layers, windows=dims.windows + dims.windows[-1:])
     return arena.tensor, dims

@@ -26,7 +26,7 @@ from penstock.contract import (
 from penstock.engine.inbox import Inbox, fail
 from penstock.engine.sessions import RETAINED_SHARE, SessionContent, SessionLimits, Sessions
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, SessionMissing
-from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
+from penstock.kv.cache import KvCache, Persisting, Resetting, Settling, Storing
 from penstock.kv.questions import run_steps
 from penstock.kv.snapshots import Snapshots, wait_answered
 
@@ -56,7 +56,7 @@ class Flushes:
         """End the futures of all that has settled."""
         for save, done in self._waiting:
             if (save is None or save.settled) and not done.done() and done.set_running_or_notify_cancel():
-                error = save.error if isinstance(save, Persisting | Resetting) else None
+                error = save.error if isinstance(save, Persisting | Storing | Resetting) else None
                 result = save.forgotten if isinstance(save, Resetting) else None
                 done.set_result(result) if error is None else done.set_exception(error)
         self._waiting = [(save, done) for save, done in self._waiting if not done.done()]

@@ -161,7 +161,11 @@ class Engine:
             requests=scheduler.num_by_state(),
             prompt_tokens=dict(counts.prompt_tokens),
             generated_tokens=counts.generated_tokens,
-            kv_blocks={**{tier: slots._asdict() for tier, slots in cache.slots.items()}, **cache.cold},
+            kv_blocks={
+                **{tier: slots._asdict() for tier, slots in cache.slots.items()},
+                **cache.cold,
+                **cache.states,
+            },
             retractions=counts.retractions,
             expected_tokens=scheduler.lengths.by_route(),
             blocked_s=dict(self.turns.blocked_s),

@@ -14,7 +14,6 @@ from penstock.config import (
     ModelSource,
     OffloadConfig,
     Settings,
-    SpeculationConfig,
     settings_of,
 )
 from penstock.errors import ConfigError
@@ -22,13 +21,12 @@ from penstock.models.model import ModelConfig
 
 log = logging.getLogger(__name__)
 
+_STATE_EVERY = 8192  # tokens: a step of prompts on CUDA; a state takes less than the KV of so many
 # fields that must be as by default
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("resident_tokens", "residency", "pin_spans", "scorer", "events"),
-    OffloadConfig: ("ssd_dir", "ssd_admission", "remote"),
     LoraConfig: ("adapters", "dir"),
-    SpeculationConfig: ("proposer",),
 }
 
 
@@ -42,16 +40,22 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
             if given:
                 raise ConfigError(f"{flag} {given:g}: this model has no recurrent layers")
         return config
-    for part in (config.source, config.kv, config.offload, config.lora, config.speculation):
+    for part in (config.source, config.kv, config.lora):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 flag = "--kv-events" if one.field == "events" else one.flag
                 raise ConfigError(f"{flag} is not supported with a model that has recurrent layers")
-    every, size = config.offload.state_every, config.kv.block_tokens
-    if every % size:
-        raise ConfigError(f"--state-every must be a multiple of --block-tokens {size}, got {every}")
     if config.offload.enabled:
-        return config
+        return replace(config, offload=_with_distance(config.offload, config.kv.block_tokens))
     if config.kv.prefix_cache:
         log.warning("this model has recurrent layers: without --kv-offload no prefix is reused")
     return replace(config, kv=replace(config.kv, prefix_cache=False))
+
+
+def _with_distance(offload: OffloadConfig, block_tokens: int) -> OffloadConfig:
+    every = offload.state_every
+    if every is None:
+        every = max(1, _STATE_EVERY // block_tokens) * block_tokens
+    if every % block_tokens:
+        raise ConfigError(f"--state-every must be a multiple of --block-tokens {block_tokens}, got {every}")
+    return replace(offload, state_every=every)

@@ -7,6 +7,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,17 +16,19 @@ import torch
 from penstock.config import DEVICE_EVICTIONS, GIB, Config
 from penstock.errors import ConfigError
 from penstock.kv.blocks.eviction import EvictionOrder, make_order
-from penstock.kv.blocks.key import Scope
+from penstock.kv.blocks.key import SCOPE_BYTES, Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
-from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, free_bytes
+from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
-from penstock.kv.states import KEPT_STATES, KeptStates
-from penstock.kv.tiers.cold import ColdLimits, ColdTier, cpu_lanes
+from penstock.kv.states import KEPT_STATES, ColdStates, KeptStates, states_in
+from penstock.kv.tiers.cold import COLD_LANES, ColdLimits, ColdTier, cpu_lanes
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.reads import Costs
 from penstock.kv.tiers.remote import open_store as open_remote
+from penstock.kv.tiers.ssd.directory import STATES_FOLDER
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.ssd.tokens import TokenFile
 from penstock.kv.tiers.store import BlockStore, Space
@@ -43,6 +47,8 @@ _LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
 _CUDA_OVERLAP_TOKENS = 1024
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 _WRITE_QUEUE_BYTES = 512 << 20
+_STATE_LANES = 2  # of a tier: a state is large enough for the rate of a disk
+_STATES_SHARE = 4  # 1 / this of --kv-offload-ssd-gib is for states, if there are any
 _UNOBSERVED = Observers()
 MakeMover = Callable[..., Mover]  # with the arguments of `Mover`
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
@@ -54,7 +60,7 @@ class KvGroup:
 
     layout: BlockLayout
     windows: tuple[int, ...] = ()
-    state_bytes: int = 0  # of all recurrent layers beside them, for one request
+    states: StateLayout | None = None  # of the recurrent layers beside them
 
     @property
     def rule(self) -> PrefixRule:
@@ -91,6 +97,7 @@ class Opened:
     arena: DeviceArena
     guard: ArenaGuard | None  # set if bytes are checked
     host_arena: HostArena | None = None  # set if blocks may be paged out
+    states: HostArena | None = None  # kept states of recurrent layers
 
 
 def open_cache(
@@ -102,7 +109,7 @@ def open_cache(
 ) -> Opened:
     """The blocks of the device, and the tiers that `config` names."""
     device, num_blocks = at.device, at.num_blocks
-    layout, states = group.layout, _kept_states(config, group, observers)
+    layout = group.layout
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
     if reports is not None:
@@ -120,26 +127,52 @@ def open_cache(
     checks = None
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
+    state_arena = _state_arena(config, group, device)
     # may raise; before anything runs
-    stored = at.moves.stored or layout
-    stores = _open_stores(config, Space(scope.digest(), stored.block_bytes), reports)
+    stored = replace(group, layout=at.moves.stored or layout)
+    stores, state_stores = _open_both(config, scope, stored, reports)
     host = _open_host(config, host_arena, device, observers)
     movers = make_movers(arena, host_arena, observers, checks, at.moves.make_mover)
-    queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
-    stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
     cold = [
         open_cold(
-            at.moves.through(store, host_arena),
-            host_arena,
-            queue if store.local else replace(queue, stuck_s=stuck_s),
-            observers,
+            at.moves.through(one, host_arena), host_arena, _limits_of(one, host_arena, config), observers
         )
-        for store in stores
+        for one in stores
     ]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))
     events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
+    states = None
+    if state_arena is not None:
+        states = _open_states(config, state_stores, state_arena, tiers.loads.costs, observers)
     cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, group.rule_with(states), events)
-    return Opened(cache, arena, guard, host_arena)
+    return Opened(cache, arena, guard, host_arena, state_arena)
+
+
+def _state_arena(config: Config, group: KvGroup, device: torch.device) -> HostArena | None:
+    if group.states is None:
+        return None
+    return HostArena(group.states, num_states(config, group.states), device, KEPT_STATES)
+
+
+def _limits_of(store: BlockStore, arena: HostArena, config: Config) -> ColdLimits:
+    queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, arena.num_bytes // 4))
+    stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
+    return queue if store.local else replace(queue, stuck_s=stuck_s)
+
+
+def _open_states(
+    config: Config, stores: Sequence[BlockStore], arena: HostArena, costs: Costs, observers: Observers
+) -> KeptStates:
+    pool = BlockPool(arena.num_slots, KEPT_STATES, all_of(observers.pools))
+    host = HostTier(pool, config.kv.block_tokens, config.offload.lease_s)
+    if arena.device.type == "cuda":  # elsewhere every slot can be used at once
+        host.withhold()
+        host.prepare(arena)
+    cold = [
+        open_cold(states_in(store), arena, _limits_of(store, arena, config), observers, _STATE_LANES)
+        for store in stores
+    ]
+    return KeptStates(pool, ColdStates(host, cold, costs.limits, costs))
 
 
 def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockStore]) -> KvEvents:
@@ -148,18 +181,16 @@ def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockSt
     return KvEvents(reports, block_tokens, kept)
 
 
-def _kept_states(config: Config, group: KvGroup, observers: Observers) -> KeptStates | None:
-    """None: there are no recurrent layers, or no host memory for their states."""
-    if not group.state_bytes or not config.offload.enabled:
-        return None
+def num_states(config: Config, layout: StateLayout) -> int:
+    """Slots of host memory for kept states."""
     gib = config.offload.states_gib
     if gib is None:
         gib = min(_STATES_GIB, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
-    num = int(gib * GIB) // group.state_bytes
+    num = int(gib * GIB) // layout.block_bytes
     if num < 1:
-        size = f"{group.state_bytes / (1 << 20):.1f} MiB"
+        size = f"{layout.block_bytes / (1 << 20):.1f} MiB"
         raise ConfigError(f"--kv-offload-states-gib {gib:g} holds no state of {size}")
-    return KeptStates(BlockPool(min(num, _MOST_STATES), KEPT_STATES, all_of(observers.pools)))
+    return min(num, _MOST_STATES)
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -185,10 +216,10 @@ def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
 
 
 def _open_host(config: Config, arena: HostArena, device: torch.device, observers: Observers) -> HostTier:
-    order = make_order(config.offload.eviction, arena.num_slots, arena.layout.block_tokens)
+    order = make_order(config.offload.eviction, arena.num_slots, config.kv.block_tokens)
     host = HostTier(
         BlockPool(arena.num_slots, arena.name, all_of(observers.pools), order),
-        arena.layout.block_tokens,
+        config.kv.block_tokens,
         config.offload.lease_s,
     )
     if device.type == "cuda":  # elsewhere every slot can be used at once
@@ -229,14 +260,38 @@ def make_movers(
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 
 
-def _open_stores(config: Config, space: Space, observer: PoolObserver | None) -> Sequence[BlockStore]:
+def _open_both(
+    config: Config, scope: Scope, group: KvGroup, observer: PoolObserver | None
+) -> tuple[Sequence[BlockStore], Sequence[BlockStore]]:
+    """The stores of blocks, and those of states, if there are any: a space of its own in each store, with
+    1 / `_STATES_SHARE` of the disk."""
+    digest, disk, states = scope.digest(), config.offload, group.states
+    if states is None:
+        space = Space(digest, group.layout.block_bytes)
+        return _open_stores(config, space, disk.ssd_dir, disk.ssd_gib, observer), ()
+    of_states = blake2b(states.fingerprint, key=digest, digest_size=SCOPE_BYTES).digest()
+    state_gib = disk.ssd_gib / _STATES_SHARE
+    folder = None if disk.ssd_dir is None else str(Path(disk.ssd_dir) / STATES_FOLDER)
+    with contextlib.ExitStack() as undo:
+        spaces = Space(digest, group.layout.block_bytes), Space(of_states, states.block_bytes)
+        blocks = _open_stores(config, spaces[0], disk.ssd_dir, disk.ssd_gib - state_gib, observer)
+        for store in blocks:
+            undo.callback(store.close)
+        found = blocks, _open_stores(config, spaces[1], folder, state_gib, None)
+        undo.pop_all()
+    return found
+
+
+def _open_stores(
+    config: Config, space: Space, ssd_dir: str | None, ssd_gib: float, observer: PoolObserver | None
+) -> Sequence[BlockStore]:
     """Stores colder than host memory, hottest first. To add one, write a line here and a file with its
     store. `observer`: of blocks that only this process can reach."""
     offload, stores = config.offload, list[BlockStore]()
     with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
-        if offload.ssd_dir is not None:
-            num_bytes = int(offload.ssd_gib * GIB)
-            stores.append(open_ssd(offload.ssd_dir, num_bytes, space, offload.eviction, None, observer))
+        if ssd_dir is not None:
+            num_bytes = int(ssd_gib * GIB)
+            stores.append(open_ssd(ssd_dir, num_bytes, space, offload.eviction, None, observer))
             undo.callback(stores[-1].close)
         if offload.remote is not None:
             stores.append(open_remote(offload.remote, space, offload.remote_timeout_s))
@@ -249,7 +304,9 @@ def open_cold(
     arena: HostArena,
     limits: ColdLimits | None = None,
     observers: Observers = _UNOBSERVED,
+    num_lanes: int = COLD_LANES,
 ) -> ColdTier:
-    """`store` on its own lanes, behind the host memory of `arena`."""
-    lanes = cpu_lanes(store, all_of(observers.lanes), all_of(observers.transfers))
+    """`store` on its own lanes, behind the host memory of `arena`. `num_lanes`: for reads, and as many for
+    writes."""
+    lanes = cpu_lanes(store, all_of(observers.lanes), all_of(observers.transfers), num_lanes)
     return ColdTier(store, lanes, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())

@@ -24,7 +24,7 @@ from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.events import KvEvents
 from penstock.kv.ledger import Ledger
 from penstock.kv.rules import PrefixRule
-from penstock.kv.tiers.cold import Writing
+from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import ABSENT, HOST
 from penstock.kv.tiers.loads import Copy
 from penstock.kv.tiers.reads import Reads
@@ -34,7 +34,7 @@ from penstock.kv.transfer import Settling, Transfer
 from penstock.lanes.lane import POLL_MOST_S
 from penstock.observe import EngineObserver
 
-__all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling"]
+__all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling", "Storing"]
 
 _CLOSE_S = 60.0  # for transfers in flight, if the caller gives no timeout
 _GRACE_S = 1.0  # for idle lanes to end
@@ -46,6 +46,7 @@ class CacheStats:
 
     slots: dict[str, SlotCounts]  # by tier
     cold: dict[str, dict[str, int]]  # by cold tier: used, and free if known
+    states: dict[str, dict[str, int]]  # the same of states of recurrent layers, by tier
     num_tables: int
     num_keys: int
     hits_total: int  # blocks that tables were opened with
@@ -62,10 +63,11 @@ class Resetting:
 
     memory: dict[str, int]  # blocks forgotten, by tier
     stores: dict[str, Writing]  # by tier
+    states: Sequence[Writing] = ()  # of states of recurrent layers, which are not counted
 
     @property
     def settled(self) -> bool:
-        return all(reset.settled for reset in self.stores.values())
+        return all(reset.settled for reset in (*self.stores.values(), *self.states))
 
     @property
     def forgotten(self) -> dict[str, int]:
@@ -74,7 +76,23 @@ class Resetting:
 
     @property
     def error(self) -> BaseException | None:
-        return next((reset.error for reset in self.stores.values() if reset.error is not None), None)
+        resets = (*self.stores.values(), *self.states)
+        return next((reset.error for reset in resets if reset.error is not None), None)
+
+
+@dataclasses.dataclass(slots=True)
+class Storing:
+    """Blocks and states that are written to the first cold tier and made durable there."""
+
+    parts: Sequence[Persisting]
+
+    @property
+    def settled(self) -> bool:
+        return all(part.settled for part in self.parts)
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((part.error for part in self.parts if part.error is not None), None)
 
 
 class Retention:
@@ -86,6 +104,7 @@ class Retention:
         self._rank = rank
         self._on_device: PoolWant | None = None
         self._in_host: PoolWant | None = None
+        self._state: PoolWant | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -95,9 +114,11 @@ class Retention:
         with pool.lock:
             here = np.array([slot for slot in pool.find_each(self._keys) if slot != ABSENT], np.intp)
             self._in_host = pool.want(here, self._rank, self._in_host)
+        if (states := self._cache.states) is not None:
+            self._state = states.want(self._keys, self._rank, self._state)
 
     def end(self) -> None:
-        for want in (self._on_device, self._in_host):
+        for want in (self._on_device, self._in_host, self._state):
             if want is not None:
                 want.end()
 
@@ -136,8 +157,16 @@ class KvCache(Ledger):
         num = sum(
             len(tier.readings) + len(tier.writings) + len(tier.findings) for tier in self.cold_tiers.values()
         )
-        writeback = self.writeback
-        return num + len(writeback.persisting) + len(writeback.later) + len(self.loads.reader.fetches)
+        writeback, states = self.writeback, 0 if self.states is None else self.states.cold.num_in_flight
+        return (
+            num + len(writeback.persisting) + len(writeback.later) + len(self.loads.reader.fetches) + states
+        )
+
+    @property
+    def _all_cold(self) -> Sequence[ColdTier]:
+        """Those of blocks, and those of states."""
+        states = () if self.states is None else self.states.cold.tiers.values()
+        return (*self.cold_tiers.values(), *states)
 
     @property
     def look_again_s(self) -> float:
@@ -150,7 +179,7 @@ class KvCache(Ledger):
     def call_when_launched(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, when a transfer makes progress."""
         self.loads.mover.wake = self.saves.mover.wake = wake
-        for tier in self.cold_tiers.values():
+        for tier in self._all_cold:
             tier.wake = wake
 
     def stats(self) -> CacheStats:
@@ -158,11 +187,10 @@ class KvCache(Ledger):
         pool, slots = self._pool, {"device": self._pool.counts}
         if self.host.num_slots:
             slots[HOST] = self.host.pool.counts
-        if self.states is not None:
-            slots[STATES] = self.states.pool.counts
         return CacheStats(
             slots=slots,
             cold={name: tier.usage().as_dict() for name, tier in self.cold_tiers.items()},
+            states={} if self.states is None else self.states.stats(),
             num_tables=len(self._tables.open),
             num_keys=pool.num_keys,
             hits_total=self._tables.num_hits,
@@ -190,7 +218,7 @@ class KvCache(Ledger):
         )
         for mover in (self.loads.mover, self.saves.mover):
             mover.report(HOST, self.saves.layout.block_bytes, traffic)
-        for tier in self.cold_tiers.values():
+        for tier in self._all_cold:
             tier.report(traffic)
         return traffic
 
@@ -214,6 +242,8 @@ class KvCache(Ledger):
         if self.loads.in_flight or self.loads.reader.fetches:
             self.loads.advance()
         has_more = self.writeback.hand_over()
+        if self.states is not None:
+            has_more |= self.states.settle()
         return has_more or self._num_cold != cold_before or self._num_flying != before
 
     def _land(self, copy: Copy) -> None:
@@ -235,11 +265,15 @@ class KvCache(Ledger):
         """Copy those of `keys` that only the device has to host memory, so that the next `persist` writes all
         that the first cold tier lacks. `fence` covers all launched work."""
         self.saves.save(keys, fence)
+        if self.states is not None:
+            self.states.cold.writeback.recheck(keys)
 
-    def persist(self) -> Persisting | None:
-        """Write every block sealed so far to the first cold tier, and make it durable there. None: there is
-        no such tier."""
-        return self.writeback.persist(self.saves.submit())
+    def persist(self) -> Persisting | Storing | None:
+        """Write every block and state sealed so far to the first cold tier, and make them durable there.
+        None: there is no such tier."""
+        blocks = self.writeback.persist(self.saves.submit())
+        states = None if self.states is None else self.states.cold.writeback.persist(None)
+        return blocks if blocks is None or states is None else Storing((blocks, states))
 
     # ----------------------------------------------------------------------------------------------- sessions
 
@@ -251,6 +285,8 @@ class KvCache(Ledger):
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         holds = self._pool.book.holds
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not holds[slot]]
+        if self.states is not None:
+            self.states.cold.host.forget(keys)
         num_device = self._pool.forget([slot for _, slot in unheld if slot != ABSENT])
         return num_device + self.host.forget([key for key, _ in unheld]) + num_closed
 
@@ -277,9 +313,10 @@ class KvCache(Ledger):
             forgotten[HOST] = self.host.pool.evict(self.host.num_slots)
             if self.states is not None:
                 self.states.forget()
-        return Resetting(
-            forgotten, {name: self.writeback.reset(name) for name in self.cold_tiers if name in wanted}
-        )
+        names = [name for name in self.cold_tiers if name in wanted]
+        stores = {name: self.writeback.reset(name) for name in names}
+        states = () if self.states is None else [self.states.cold.reset(name) for name in names]
+        return Resetting(forgotten, stores, states)
 
     def check(self) -> None:
         """Recount; raises if the books do not add up."""
@@ -332,7 +369,7 @@ class KvCache(Ledger):
             if reads.touches(slots):
                 reads.wait_reads(deadline_s)
         if slots is None:
-            for tier in self.cold_tiers.values():
+            for tier in self._all_cold:
                 tier.drain(max(0.0, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -342,11 +379,11 @@ class KvCache(Ledger):
             by_s = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
             self.loads.reader.end_fetches()
             self.drain(by_s - time.monotonic())
-            tiers = (tier.close for tier in self.cold_tiers.values())
+            tiers = (tier.close for tier in self._all_cold)
             for close in (self.saves.mover.close, self.loads.mover.close, *tiers):
                 close(max(_GRACE_S, by_s - time.monotonic()))  # each gets the time that is left
             self.host.close()
         self._closed = True
         self._pool.close()
         if self.states is not None:
-            self.states.pool.close()
+            self.states.close()

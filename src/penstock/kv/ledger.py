@@ -144,7 +144,15 @@ class Ledger:
             lease.grow()
             found = rule.with_lease(found, pool, keys, lease, self.loads)
         num_taken = rule.num_taken(pool, found.slots)
-        return Match(found.num_blocks, num_taken, pending, found.num_colder, num_gone=found.first)
+        return Match(
+            found.num_blocks,
+            num_taken,
+            pending,
+            found.num_colder,
+            num_gone=found.first,
+            num_here=found.num_here,
+            num_known=found.num_known,
+        )
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Cheap also for a long prefix that was asked for before."""
@@ -202,6 +210,8 @@ class Ledger:
         if not (is_next or self.may_prefetch):
             return None
         known = lease if isinstance(lease, HostLease) else None
+        if lease is None and self.states is not None:
+            self.states.prefetch(prefix.keys)
         wanted = ToRead(0, prefix.keys) if whole else self.rule.to_read(self._pool, prefix.keys, known)
         if wanted.first == len(wanted.keys):
             return None
@@ -215,7 +225,7 @@ class Ledger:
         if not self._tables.reuses:
             return None
         like = earlier if isinstance(earlier, PoolWant) else None
-        return self._pool.want(self.rule.find(self._pool, tuple(keys), like).slots, rank, like)
+        return self._pool.want(self.rule.to_want(self._pool, tuple(keys), like), rank, like)
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
         return self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)

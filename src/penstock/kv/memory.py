@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -72,6 +73,36 @@ class BlockLayout:
             f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} "
             f"dtype={self.dtype}"
         ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """A slot with the state of one request in all recurrent layers, as float32 numbers."""
+
+    num_layers: int
+    block_bytes: int
+    fingerprint: bytes  # equal exactly if states are interchangeable byte by byte; readable
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.block_bytes // ITEM_BYTES[self.dtype],)
+
+
+class SlotLayout(Protocol):
+    """What an arena of host memory needs to know of a slot."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 _LOG = logging.getLogger(__name__)
@@ -162,16 +193,20 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def piece_slots(layout: BlockLayout) -> int:
+def piece_slots(layout: SlotLayout) -> int:
     """How many slots are pinned together: whole slots on whole pages. CUDA refuses a copy across two
     registrations, and a registration that shares a page with another."""
     step = mmap.PAGESIZE // math.gcd(layout.block_bytes, mmap.PAGESIZE)
     return step * max(1, _PIECE_BYTES // (step * layout.block_bytes))
 
 
+# by arena of host memory, what makes it smaller
+_FLAGS = {"host": "--kv-offload-host-gib", "kept states": "--kv-offload-states-gib"}
+
+
 class HostArena:
-    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no
-    padding block: no step reads it.
+    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first; of states
+    [num_slots, numbers]. It has no padding block: no step reads it.
 
     With a GPU, a slot may be used only after `prepare` has reported it: copies from and to unpinned memory
     would block the launching thread. `device` is the other end of the copies.
@@ -179,7 +214,7 @@ class HostArena:
 
     def __init__(
         self,
-        layout: BlockLayout,
+        layout: SlotLayout,
         num_slots: int,
         device: torch.device | str,
         name: str = "host",
@@ -191,8 +226,8 @@ class HostArena:
         self.name = name
         self.layout = layout
         self.num_slots = num_slots
-        self._device = torch.device(device)
-        self._memory = _untouched(self.num_bytes, name, "of memory", "--kv-offload-host-gib", file)
+        self.device = torch.device(device)
+        self._memory = _untouched(self.num_bytes, name, "of memory", _FLAGS.get(name, ""), file)
         self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(
             num_slots, *layout.shape
         )
@@ -200,7 +235,7 @@ class HostArena:
         self._pinned: list[int] = []  # addresses of registered pieces
         # An arena dropped without `close` must unregister, too: the next one may be mapped to the same
         # addresses.
-        weakref.finalize(self, _unregister_all, self._pinned, self._device).atexit = False
+        weakref.finalize(self, _unregister_all, self._pinned, self.device).atexit = False
         self._closed = False
 
     @property
@@ -227,7 +262,7 @@ class HostArena:
         its error with the thread). Memory that cannot be pinned ends it with a warning: the slots before are
         usable, the others never become ready.
         """
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             ready(range(self.num_slots))  # usable anyway, only slower
             self._find_ahead(stop)
             return
@@ -251,7 +286,7 @@ class HostArena:
         piece."""
         with self._lock:
             self._closed = True
-            _unregister_all(self._pinned, self._device)
+            _unregister_all(self._pinned, self.device)
 
     def _pin(self, slots: range) -> bool:
         address = self.tensor.data_ptr() + slots.start * self.layout.block_bytes
@@ -264,7 +299,7 @@ class HostArena:
         with self._lock:
             if self._closed:
                 return False
-            failure = _register(address, num_bytes, self._device)
+            failure = _register(address, num_bytes, self.device)
             if failure is None:
                 self._pinned.append(address)
         return failure is None or self._give_up(slots, failure)

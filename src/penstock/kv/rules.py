@@ -41,6 +41,9 @@ class Usable(NamedTuple):
     slots: Run
     num_blocks: int
     num_colder: int = 0  # blocks after these, which colder tiers have
+    # leading blocks on the device, and in any tier, whether they are of use or not; only with states
+    num_here: int = 0
+    num_known: int = 0
 
     @property
     def first(self) -> int:
@@ -71,6 +74,9 @@ class PrefixRule(Protocol):
 
     def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
         """The longest usable prefix on the device. `like`: a want with an earlier answer."""
+
+    def to_want(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
+        """Those on the device that the longest usable prefix has, with blocks of all tiers."""
 
     def with_lease(
         self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
@@ -115,6 +121,9 @@ class WholePrefix:
         slots = pool.find(keys, like)
         return Usable(slots, len(slots))
 
+    def to_want(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
+        return pool.find(keys, like)
+
     def with_lease(
         self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
     ) -> Usable:
@@ -146,6 +155,10 @@ class WithStates(WholePrefix):
     def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
         return self._cut(super().find(pool, keys, like), keys)
 
+    def to_want(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
+        slots, end = pool.find(keys, like), self.states.last_before(keys, len(keys))
+        return slots if end >= len(slots) else slots[:end]
+
     def with_lease(
         self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads
     ) -> Usable:
@@ -154,6 +167,16 @@ class WithStates(WholePrefix):
         num_whole = max(longer.num_blocks, lease.num_tokens // self._block_tokens)
         num_colder = min(longer.num_colder, num_whole - longer.num_blocks)
         return self._cut(longer._replace(num_colder=num_colder), keys)
+
+    def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
+        """Blocks behind the last boundary that has a state are of no use."""
+        return ToRead(len(pool.find(keys)), keys, partial(self._chosen, pool, keys))
+
+    def _chosen(self, pool: BlockPool, keys: Sequence[bytes], colder: NDArray[np.bool_]) -> BlocksToRead:
+        num_here, states = len(pool.find(keys)), self.states
+        num_covered = num_here + int(np.argmin([*colder[num_here:], False]))
+        end = len(keys) if states.is_searching else states.last_before(keys, num_covered)
+        return BlocksToRead(min(num_here, end), end, self.find(pool, keys).num_blocks)
 
     def is_announced(self, num_found: int, keys: Sequence[bytes], announces: Announces) -> bool:
         """Blocks alone are of no use, so nothing is gained by waiting for them."""
@@ -165,7 +188,8 @@ class WithStates(WholePrefix):
     def _cut(self, found: Usable, keys: Sequence[bytes]) -> Usable:
         end = self.states.last_before(keys, found.num_blocks + found.num_colder)
         num = min(end, found.num_blocks)
-        return Usable(found.slots[:num], num, end - num)
+        num_known = found.num_blocks + found.num_colder
+        return Usable(found.slots[:num], num, end - num, found.num_blocks, num_known)
 
 
 class LastWindow:
@@ -200,6 +224,9 @@ class LastWindow:
     def find(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Usable:
         slots, num_blocks = pool.find_last(keys, -(-self.window // self._block_tokens))
         return Usable(slots, num_blocks)
+
+    def to_want(self, pool: BlockPool, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
+        return self.find(pool, keys, like).slots
 
     def with_lease(
         self, found: Usable, pool: BlockPool, keys: Sequence[bytes], lease: HostLease, loads: Loads

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -36,8 +36,9 @@ from penstock.figures import SnapshotFigures
 from penstock.kv.blocks.key import Tokens, tenant_of
 from penstock.kv.cache import KvCache
 from penstock.kv.questions import Questions, run_steps
+from penstock.kv.states import KeptStates
 from penstock.kv.tiers.cold import ColdTier
-from penstock.kv.tiers.host import HOST
+from penstock.kv.tiers.host import HOST, HostTier
 from penstock.kv.tiers.manifest import (
     Manifest,
     check_scope,
@@ -62,22 +63,28 @@ ANSWER_S = 60.0  # timeout for the lane's answer
 _NEVER = float("inf")
 
 T = TypeVar("T")
+KeysOf = Callable[[Manifest], Sequence[bytes]]
 
 
 class PinnedBlocks:
     """Blocks that snapshots pin in the last tier with its own eviction, each counted once, and their
-    limit. `most_in_host`: the limit if that is host memory; None: the usual share."""
+    limit."""
 
-    def __init__(self, cache: KvCache, most_in_host: int | None) -> None:
-        self._cache = cache
+    def __init__(
+        self, host: HostTier, cold: Mapping[str, ColdTier], keys_of: KeysOf, most_in_host: int | None = None
+    ) -> None:
+        """`keys_of`: what a snapshot pins. `most_in_host`: the limit if the last tier is host memory; None:
+        the usual share."""
+        self._host, self._cold = host, cold
+        self._keys_of = keys_of
         self._most_in_host = most_in_host
         self._pins: Counter[bytes] = Counter()  # by block: number of snapshots that pin it
         self.pinning: dict[str, Manifest] = {}  # snapshots that pin blocks, by id, also those being taken
         # The coldest tier whose evictions Penstock decides: blocks can be pinned there for good. A shared
         # store evicts by its own rules.
         self.tier: str = HOST
-        self.last: PinningStore = cache.host
-        for name, tier in cache.cold_tiers.items():
+        self.last: PinningStore = host
+        for name, tier in cold.items():
             if isinstance(tier.calls.store, PinningStore):
                 self.tier, self.last = name, tier.calls.store
 
@@ -86,8 +93,8 @@ class PinnedBlocks:
 
     @property
     def num_slots(self) -> int:
-        tier = self._cache.cold_tiers.get(self.tier)
-        return self._cache.host.num_slots if tier is None else tier.usage().num_slots or 0
+        tier = self._cold.get(self.tier)
+        return self._host.num_slots if tier is None else tier.usage().num_slots or 0
 
     @property
     def most(self) -> int:
@@ -97,7 +104,7 @@ class PinnedBlocks:
 
     def pin(self, manifest: Manifest) -> None:
         """Pin its blocks, those that are there and those that come later. Raises SnapshotSpace."""
-        keys = manifest.block_keys
+        keys = self._keys_of(manifest)
         num_new, most = sum(key not in self._pins for key in keys), self.most
         if len(self._pins) + num_new > most:
             raise SnapshotSpace(
@@ -113,8 +120,49 @@ class PinnedBlocks:
         """Idempotent."""
         self.last.unpin_keys(id)
         if (manifest := self.pinning.pop(id, None)) is not None:
-            self._pins.subtract(manifest.block_keys)
+            self._pins.subtract(self._keys_of(manifest))
             self._pins = +self._pins
+
+    def num_kept(self, manifest: Manifest) -> int:
+        """Number of its leading blocks that one lasting tier has. Host memory in front of a disk does not
+        count."""
+        keys = self._keys_of(manifest)
+        num = self.last.num_leading(keys)
+        for tier in self._cold.values() if num < len(keys) else ():
+            num = max(num, tier.calls.find(keys))
+        return num
+
+
+class PinnedPrefixes(PinnedBlocks):
+    """Of a model with recurrent layers: a snapshot also pins the state that its prefix ends with."""
+
+    def __init__(self, host: HostTier, cold: Mapping[str, ColdTier], states: KeptStates) -> None:
+        super().__init__(host, cold, lambda manifest: manifest.block_keys)
+        self._states = PinnedBlocks(states.cold.host, states.cold.tiers, lambda manifest: manifest.state_keys)
+
+    def pin(self, manifest: Manifest) -> None:
+        self._states.pin(manifest)
+        try:
+            super().pin(manifest)
+        except SnapshotSpace:
+            self._states.unpin(manifest.id)
+            raise
+
+    def unpin(self, id: str) -> None:
+        super().unpin(id)
+        self._states.unpin(id)
+
+    def num_kept(self, manifest: Manifest) -> int:
+        """Blocks behind the state do not count, nor any without it."""
+        has_all = manifest.state_blocks and self._states.num_kept(manifest)
+        is_there = has_all and super().num_kept(manifest) >= manifest.state_blocks
+        return manifest.state_blocks if is_there else 0
+
+
+def _pins(cache: KvCache, most_in_host: int | None) -> PinnedBlocks:
+    if cache.states is not None:
+        return PinnedPrefixes(cache.host, cache.cold_tiers, cache.states)
+    return PinnedBlocks(cache.host, cache.cold_tiers, lambda manifest: manifest.block_keys, most_in_host)
 
 
 class ManifestPlaces:
@@ -192,7 +240,7 @@ class SnapshotBooks:
     `figures` and `take_due`."""
 
     def __init__(self, cache: KvCache, most_in_host: int | None, clock: Callable[[], float]) -> None:
-        self.pins = PinnedBlocks(cache, most_in_host)
+        self.pins = _pins(cache, most_in_host)
         self.counts: Counter[str] = Counter()  # by field of `SnapshotFigures`
         self._cache = cache
         self._clock = clock
@@ -289,6 +337,7 @@ class SnapshotBooks:
             raise InvalidRequest(f"ttl_s must be above 0 and finite, got {asked.ttl_s}", "ttl_s")
         scope, now = self._cache.scope.of(asked.cache_salt, asked.adapter), self._clock()
         prefix = self._cache.prefix_of(tokens[:num], asked.cache_salt, asked.adapter)
+        keys, states = () if prefix is None else prefix.keys, self._cache.states
         manifest = Manifest(
             name=asked.name,
             tenant=tenant_of(asked.cache_salt),
@@ -297,11 +346,12 @@ class SnapshotBooks:
             made_with=words_of(scope),
             block_tokens=block_tokens,
             tokens=token_bytes(tokens[:num]),
-            keys=b"" if prefix is None else b"".join(prefix.keys),
+            keys=b"".join(keys),
             created_s=now,
             expires_s=None if asked.ttl_s is None else now + asked.ttl_s,
             adapter="" if asked.adapter is None else asked.adapter.name,
             messages=asked.messages,
+            state_blocks=0 if states is None else states.last_here(keys),
         )
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(
@@ -320,7 +370,7 @@ class SnapshotBooks:
 
     def commit(self, manifest: Manifest) -> Snapshot:
         """Its blocks were saved: write its manifest."""
-        if not self._num_kept(manifest):
+        if not self.pins.num_kept(manifest):
             raise SnapshotRefused(
                 f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the "
                 "snapshot then"
@@ -405,7 +455,7 @@ class SnapshotBooks:
         return Snapshot(
             name=manifest.name,
             num_tokens=manifest.num_tokens,
-            kept_tokens=self._num_kept(manifest) * manifest.block_tokens,
+            kept_tokens=self.pins.num_kept(manifest) * manifest.block_tokens,
             num_blocks=manifest.num_blocks,
             pinned=manifest.id in self.pins.pinning,
             created_s=manifest.created_s,
@@ -414,15 +464,6 @@ class SnapshotBooks:
             is_chat=bool(manifest.messages),
             tiers=self._known.get(manifest.id, (manifest, shared))[1],
         )
-
-    def _num_kept(self, manifest: Manifest) -> int:
-        """Number of its leading blocks that one lasting tier has. Host memory in front of a disk does not
-        count."""
-        keys = manifest.block_keys
-        num = self.pins.last.num_leading(keys)
-        for tier in self._cache.cold_tiers.values() if num < len(keys) else ():
-            num = max(num, tier.calls.find(keys))
-        return num
 
     # ------------------------------------------------------------------------------------------------- ending
 
@@ -556,8 +597,6 @@ class Snapshots:
             raise SnapshotRefused(
                 "snapshots need a tier behind the device: this server runs without --kv-offload"
             )
-        if self._cache.states is not None:
-            raise SnapshotRefused("snapshots of a model with recurrent layers are not supported")
         return self._questions.begin(work, same, goes_on)
 
     # -------------------------------------------------------------------------------------- the engine thread

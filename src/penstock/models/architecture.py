@@ -94,6 +94,7 @@ class Architecture:
     in_gguf = True  # whether GGUF files have it
     gguf_name = ""  # `general.architecture` in GGUF files; "": its name
     routes = False  # whether it has experts
+    ships_heads = False  # whether files may have a draft head beside the model (`mtp.*`)
     fused = False  # whether files have q, k and v in one matrix, and gate and up in another
     norms_heads = False  # whether q and k are normalised per head before they are rotated
     derives_head_dim = True  # whether config.json may leave out the width of heads

@@ -27,7 +27,7 @@ S = TypeVar("S", bound=FileTensor)
 _KINDS = ("linear_attention", "full_attention")
 # Norms, and numbers of each head or channel: held in float32, and rounded by no form.
 _EXACT = ("norm", ".conv", ".decay_log", ".dt_bias")
-_NOT_READ = {"model.visual.": "the vision part", "mtp.": "the head for drafts"}
+_NOT_READ = {"model.visual.": "the vision part", "mtp.": "the head for drafts, which --speculate mtp uses"}
 _ROTARY_SHARE = 0.25  # of a head's values turn, where a config does not say it
 # Text has the same position in all sections, so these change nothing for it.
 _IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
@@ -51,12 +51,24 @@ class GatedLayer(RoutedLayer):
     def forward(
         self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
     ) -> tuple[Tensor, Tensor]:
+        qkv, gate, residual = self._gated(hidden, residual, lora)
+        q, k, v = kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm)
+        return self.finish(kv.attend(self.index, q, k, v) * gate.sigmoid(), residual, lora)
+
+    def project(
+        self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        qkv, _, residual = self._gated(hidden, residual, lora)
+        return *kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm), residual
+
+    def _gated(
+        self, hidden: Tensor, residual: Tensor | None, lora: LoraRuns | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x, residual = self._normed(hidden, residual)
         rows = self._linear("qkv", x, lora)
         num_gated = self.out.shape[1]
         qkv, gate = rows.split_with_sizes((rows.shape[1] - num_gated, num_gated), dim=1)
-        q, k, v = kv.rotate_and_write(self.index, qkv.contiguous(), self.q_norm, self.k_norm)
-        return self.finish(kv.attend(self.index, q, k, v) * gate.sigmoid(), residual, lora)
+        return qkv.contiguous(), gate, residual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +128,7 @@ class HybridArchitecture(RoutedArchitecture):
     derives_head_dim = False
     rotates_partly = True
     interleaved = False  # `Recurrence.interleaved`
+    ships_heads = True
 
     def layer_kind(self, config: ModelConfig, index: int) -> type[DecoderLayer]:
         return DeltaLayer if _is_recurrent(config, index) else GatedLayer

@@ -57,6 +57,7 @@ class LoadedModel:
     weights: str  # how its matrices are held, in words
     # fields of SamplingParams, where a request does not give them
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None  # of its files
     whole: ModelConfig | None = None  # the dimensions of the whole model, if only a part of it is here
 
     @property
@@ -98,7 +99,8 @@ class _Load:
         digest = weights_digest(config, self.dtype, content.values(), forms)
         sampling = read_sampling(path) if self.source.generation_config == "auto" else {}
         model = architecture_of(config).model(self._part(config), tensors, self.ops, digest)
-        return LoadedModel(model, tokenizer, name, self._held(forms), sampling, self._whole(config)), content
+        loaded = LoadedModel(model, tokenizer, name, self._held(forms), sampling, path, self._whole(config))
+        return loaded, content
 
     def _gguf(self, name: str, file: HashedFile) -> LoadedModel | None:
         """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a

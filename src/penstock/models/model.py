@@ -59,6 +59,13 @@ class Recurrence:
         """The float32 state of one request in all layers."""
         return len(self.layers) * 4 * ((self.window - 1) * self.qkv_width + self.key_dim * self.out_width)
 
+    def fingerprint(self) -> bytes:
+        """Equal exactly if states are interchangeable byte by byte. Readable."""
+        return (
+            f"delta-rule/1 layers={len(self.layers)} heads={self.num_key_heads}/{self.num_value_heads} "
+            f"dims={self.key_dim}/{self.value_dim} window={self.window} dtype=float32"
+        ).encode()
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

@@ -41,6 +41,9 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  #
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
 
+Pieces = Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]  # of a part: ranges of its rows, their values
+
+
 class LoadedWeights(NamedTuple):
     """Weights on the device, and their source."""
 
@@ -64,11 +67,40 @@ def load_directory(
         for what in unread:
             log.warning("%s: not read: %s; only text is served", directory, what)
         _check_tied(stored, config, directory)
-        order = [part.name for weight in layout(config) for part in weight.parts]
-        reading = stack.enter_context(
-            closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name])))
-        )
+
+        def room(weight: WeightSpec) -> Weight:
+            if isinstance(held, Split):
+                return RankPart(weight, config, held).empty(device, dtype)
+            return empty_formed(weight, config, held) if held else empty_weight(weight, device, dtype)
+
+        def put(out: Weight, weight: WeightSpec, pieces: Pieces) -> None:
+            if isinstance(held, Split):
+                RankPart(weight, config, held).filled(out, pieces)
+            else:
+                fill(out, weight, pieces)
+
         loaded = LoadedWeights({}, {})
+        reading = read_weights(layout(config), stored, room, loaded, put)
+        for _ in each_weight(config, "loading weights", progress):
+            next(reading)
+        for file in files:
+            file.check_unchanged()
+    return loaded
+
+
+def read_weights(
+    weights: Iterable[WeightSpec],
+    stored: Mapping[str, StoredTensor],
+    room: Callable[[WeightSpec], Weight],
+    loaded: LoadedWeights,
+    put: Callable[[Weight, WeightSpec, Pieces], object] | None = None,
+) -> Iterator[None]:
+    """Read one of `weights` after the other into its `room`, and add it to `loaded`. `put`: instead of
+    `fill`."""
+    put = put or fill
+    weights = tuple(weights)
+    order = [part.name for weight in weights for part in weight.parts]
+    with closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name]))) as reading:
 
         def pieces(part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
             source, digests = stored[part.name], []
@@ -78,24 +110,14 @@ def load_directory(
                 yield rows, torch.frombuffer(data, dtype=DTYPES[source.dtype])
             loaded.content[part.name] = tensor_digest(part, source.dtype, digests)
 
-        for weight in each_weight(config, "loading weights", progress):
-            if isinstance(held, Split):
-                part = RankPart(weight, config, held)
-                out = part.filled(part.empty(device, dtype), pieces)
-            else:
-                out = empty_formed(weight, config, held) if held else empty_weight(weight, device, dtype)
-                fill(out, weight, pieces)
-            loaded.tensors[weight.name] = out
-        for file in files:
-            file.check_unchanged()
-    return loaded
+        for weight in weights:
+            loaded.tensors[weight.name] = out = room(weight)
+            put(out, weight, pieces)
+            yield
 
 
-def open_tensors(
-    directory: Path, config: ModelConfig, stack: ExitStack
-) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
-    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
-    what else they have, in words."""
+def read_stored(directory: Path, stack: ExitStack) -> tuple[list[WeightFile], dict[str, StoredTensor]]:
+    """The files of the weights, open until `stack` ends, and all tensors that they have."""
     files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
     stored: dict[str, StoredTensor] = {}
     for file in files:
@@ -103,6 +125,15 @@ def open_tensors(
         if twice := [name for name in tensors if name in stored]:
             raise ModelError(f"{file.path} repeats tensors of another file: {listed(twice)}")
         stored |= tensors
+    return files, stored
+
+
+def open_tensors(
+    directory: Path, config: ModelConfig, stack: ExitStack
+) -> tuple[list[WeightFile], Mapping[str, StoredTensor], list[str]]:
+    """The files of the weights, open until `stack` ends, their tensors, which are those of the model, and
+    what else they have, in words."""
+    files, stored = read_stored(directory, stack)
     architecture = architecture_of(config)
     own = architecture.laid_out(stored)
     check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, config, directory)
@@ -347,16 +378,25 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
 def check_tensors(found: Mapping[str, tuple[Shape, str]], config: ModelConfig, where: Path) -> None:
     """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
     one ModelError."""
-    expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
+    own = {name: found[name] for name in found if not redundant(name, config)}
+    expected = {part.name for weight in layout(config) for part in weight.parts}
+    own |= {name: found[name] for name in expected if name in found}
+    message = f"the weights in {where} do not fit its configuration"
+    check_weights(own, layout(config), message)
+
+
+def check_weights(
+    found: Mapping[str, tuple[Shape, str]], weights: Iterable[WeightSpec], message: str
+) -> None:
+    """Raises a ModelError that begins with `message` if `found` is not what `weights` are read from."""
+    expected = {part.name: part.shape for weight in weights for part in weight.parts}
     problems = {
         "missing tensors": [name for name in expected if name not in found],
-        "unexpected tensors": [
-            name for name in found if name not in expected and not redundant(name, config)
-        ],
+        "unexpected tensors": [name for name in found if name not in expected],
         **_misfits(found, expected, DTYPES),
     }
-    refuse_any(problems, f"the weights in {where} do not fit its configuration")
+    refuse_any(problems, message)
 
 
 def _misfits(
@@ -455,9 +495,7 @@ def dummy_weights(
     return weights
 
 
-def _whole_parts(
-    weight: WeightSpec, tensor: Tensor
-) -> Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]:
+def _whole_parts(weight: WeightSpec, tensor: Tensor) -> Pieces:
     """The parts of a whole tensor, as `fill` takes them."""
     parts = {part.name: room for part, room in zip(weight.parts, _rooms(tensor, weight), strict=True)}
     return lambda part: [(slice(0, part.shape[0]), parts[part.name])]

@@ -55,7 +55,6 @@ class Lives:
     # ------------------------------------------------------------------------------------ the engine's thread
 
     def request_arrived(self, request: Request, matched_s: float) -> None:
-        self._num_changes += 1
         self._open[request.id] = RequestLife(
             request.id,
             request.route,
@@ -63,32 +62,36 @@ class Lives:
             request.arrival_s + self._epoch_s,
             matched_s,
             [("waiting", matched_s)],
-            self._num_changes,
+            self._num_changes + 1,
         )
+        self._num_changes += 1
 
     def request_moved(self, request_id: str, state: str, at_s: float) -> None:
-        life = self._changed(request_id)
+        life = self._open[request_id]
         if len(life.states) < MOST_STATES:
             life.states.append((state, self._since_arrival(life, at_s)))
         else:
             life.num_omitted += 1
+        self._count(life)
 
     def request_answered(self, request_id: str, source: KvSource, loaded_s: float, at_s: float) -> None:
-        life = self._changed(request_id)
+        life = self._open[request_id]
         life.source, life.loaded_s, life.first_s = source, loaded_s, self._since_arrival(life, at_s)
+        self._count(life)
 
     def request_ended(self, request_id: str, finish: str, totals: Totals, at_s: float) -> None:
         """In both containers for a moment, never in none."""
-        life = self._changed(request_id)
+        life = self._open[request_id]
         life.finish, life.totals, life.ended_s = finish, totals, self._since_arrival(life, at_s)
+        life.number = self._num_changes + 1  # those that ended are in the order of their numbers
         self._ended.append(life)
         del self._open[request_id]
+        self._count(life)
 
-    def _changed(self, request_id: str) -> RequestLife:
-        life = self._open[request_id]
+    def _count(self, life: RequestLife) -> None:
+        """Last of all: a reader that knows the number of a change has seen the whole change."""
+        life.number = self._num_changes + 1
         self._num_changes += 1
-        life.number = self._num_changes
-        return life
 
     def _since_arrival(self, life: RequestLife, at_s: float) -> float:
         return at_s + self._epoch_s - life.arrived_s

@@ -66,6 +66,11 @@ def check_draft(
         raise ConfigError(
             f"--speculate draft: the draft model has other tokens than the target: {'; '.join(named)}{more}"
         )
+    if draft.config.recurrence is not None:
+        raise ConfigError(
+            "--speculate draft: a draft model with recurrent layers is not supported: its states would have "
+            "to go back"
+        )
     if draft.config.max_position < max_model_len:
         size = (
             f"it has {draft.config.max_position} positions, and sequences have up to {max_model_len} tokens"
@@ -83,7 +88,7 @@ def num_draft_layers(target: ModelConfig, draft: ModelConfig) -> int:
     of draft blocks, since the CPU backend reads an arena as one array of blocks."""
     width, draft_width = (dims.num_kv_heads * dims.head_dim for dims in (target, draft))
     num = -(-draft.num_layers * draft_width // width)
-    while 2 * (target.num_layers + num) * width % draft_width:
+    while 2 * (target.num_kv_layers + num) * width % draft_width:
         num += 1
     return num
 
@@ -94,7 +99,7 @@ def draft_arena(arena: Tensor, target: ModelConfig, draft: ModelConfig) -> Tenso
     num_slots, block_tokens = arena.shape[0], arena.shape[3]
     width = draft.num_kv_heads * draft.head_dim
     part = block_tokens * width
-    first = 2 * target.num_layers * block_tokens * target.num_kv_heads * target.head_dim
+    first = 2 * target.num_kv_layers * block_tokens * target.num_kv_heads * target.head_dim
     shape = (num_slots, draft.num_layers, 2, block_tokens, draft.num_kv_heads, draft.head_dim)
     return arena.as_strided(
         shape, (arena.stride(0), 2 * part, part, width, draft.head_dim, 1), arena.storage_offset() + first

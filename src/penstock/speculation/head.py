@@ -96,12 +96,15 @@ def load_weights(
 
 
 def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:
-    """In the storage form of the target's matrices."""
-    like = target.layers[-1].qkv
-    if isinstance(like, Matrix):
-        forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
-        room = empty_formed(weight, target.config, forms)
-    else:
-        room = empty_weight(weight, target.device, target.dtype)
+    room = room_like(target, weight)
     put_rows(room, slice(None), values)
     return room
+
+
+def room_like(target: Decoder, weight: WeightSpec) -> Weight:
+    """In the storage form of the target's matrices."""
+    like = target.layers[-1].qkv
+    if not isinstance(like, Matrix):
+        return empty_weight(weight, target.device, target.dtype)
+    forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
+    return empty_formed(weight, target.config, forms)

@@ -196,9 +196,8 @@ def test_slots_of_who_ends_beside_a_grammar_are_given_back_behind_the_drafts(
     assert found.finish is FinishReason.STOP and formed.finish is FinishReason.LENGTH
 
 
-def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(
-    make: Any, prompts: Prompts
-) -> None:
+def test_a_sequence_that_does_not_fit_gets_drafts_beside_its_neighbours(make: Any, prompts: Prompts) -> None:
+    """The draft model attends to the part that is on the device: its drafts may be worse, answers are not."""
     sizes = {"blocks": 64, "host_blocks": 512, "max_model_len": 2048, "resident_tokens": 256}
     plain, engine = make(None, **sizes), make(TARGET, **sizes)
     right = [generate(plain, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
@@ -207,7 +206,7 @@ def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(
     engine.check()
     for one, wanted in zip(found, right, strict=True):
         assert_same(one, wanted)
-    assert [drafted(one)[0] > 0 for one in found] == [False, True]
+    assert [drafted(one)[0] > 0 for one in found] == [True, True]
 
 
 # --------------------------------------------------------------------------------- a draft that is the target

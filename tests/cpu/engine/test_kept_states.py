@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.config import OffloadConfig
@@ -22,9 +21,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import StatePass, StepOps
 from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.placement import Placement
-from penstock.errors import ConfigError, SnapshotRefused
+from penstock.errors import ConfigError
 from penstock.kv.rules import WholePrefix, WithStates
-from penstock.kv.snapshots import SnapshotRequest
 from penstock.kv.states import KeptStates
 from penstock.lanes.cpu import CpuLane
 from penstock.sanitizer.report import Kind
@@ -142,6 +140,58 @@ def test_a_prefix_is_as_long_as_both_its_blocks_and_a_state_reach(
     assert found.source == KvSource(device=96, computed=54)
     assert_right(engine, prompt, found, 20)
     all_at_rest(engine)
+
+
+def test_where_two_prompts_have_parted_a_third_one_begins(make: MakeEngine, prompts: Prompts) -> None:
+    """Three users share a long beginning that ends inside a chunk."""
+    engine, shared = make(max_model_len=1000), prompts(333)
+    asked = [[*shared, *prompts(60, seed=user)] for user in range(1, 4)]
+    found = [generate(engine, prompt, max_tokens=6) for prompt in asked]
+    for prompt, one in zip(asked, found, strict=True):
+        assert_right(engine, prompt, one, 6)
+    assert [one.source for one in found] == [
+        KvSource(computed=393),
+        KvSource(computed=393),
+        KvSource(device=320, computed=73),
+    ]
+    all_at_rest(engine)
+
+
+@pytest.mark.parametrize("chunk", [48, 64])
+def test_prompts_that_come_together_share_their_beginning(
+    make: MakeEngine, prompts: Prompts, chunk: int
+) -> None:
+    """A running request keeps a state where a waiting one parts from it, if it is not that far yet."""
+    engine, shared = make(prefill_chunk=chunk, max_model_len=1000), prompts(333)
+    asked = [[*shared, *prompts(60, seed=user)] for user in range(1, 5)]
+    found = [submit(engine, prompt, max_tokens=6) for prompt in asked]
+    run_all(engine)
+    for prompt, one in zip(asked, found, strict=True):
+        assert_right(engine, prompt, one, 6)
+    shares = [one.source.computed for one in found if one.source is not None]
+    assert shares == [393, 73, 73, 73]
+    all_at_rest(engine)
+
+
+def test_an_answer_that_goes_on_is_no_place_where_prompts_part(make: MakeEngine, prompts: Prompts) -> None:
+    engine, prompt = make(max_model_len=2000), prompts(90)
+    for turn in range(3):
+        found = generate(engine, prompt, max_tokens=300)
+        assert states_of(engine).pool.num_keys == turn + 1
+        prompt = [*prompt, *found.tokens, *prompts(17, seed=turn + 1)]
+    all_at_rest(engine)
+
+
+def test_of_a_long_prompt_the_state_is_from_before_the_tokens_of_a_chat_template(
+    make: MakeEngine, prompts: Prompts
+) -> None:
+    """Its last ones are others when the conversation goes on."""
+    engine, prompt = make(max_model_len=2000), prompts(1100)
+    generate(engine, prompt)
+    longer = [*prompt[:-30], *prompts(100, seed=1)]
+    found = generate(engine, longer, max_tokens=6)
+    assert found.source == KvSource(device=1024, computed=146)
+    assert_right(engine, longer, found, 6)
 
 
 def test_requests_with_the_same_prompt_wait_for_the_state_of_the_first(
@@ -387,8 +437,8 @@ def test_a_chunk_that_runs_past_the_boundary_is_noticed(
 
     def past(own: AtBoundaries, running: Any, start: int, end: int, *more: Any) -> Any:
         kept = own._kept[running.life]
-        if start < kept.last < end:
-            written = own._reserve(running, kept, kept.last)
+        if passed := [boundary for boundary in kept.ends if start < boundary < end]:
+            written = own._reserve(running, kept, passed[0])
             placed = place(own, running, start, end, *more)
             return placed._replace(state=StateMove(None, written))
         return place(own, running, start, end, *more)
@@ -454,13 +504,6 @@ def test_options_of_states_are_refused_where_they_have_no_effect(make_engine: Ma
         make_engine(MODEL, **ROOM, states_gib=1e-9)
     with pytest.raises(ConfigError, match="--state-every needs --kv-offload"):
         OffloadConfig(enabled=False, state_every=64)
-
-
-def test_snapshots_are_refused(make: MakeEngine, prompts: Prompts) -> None:
-    engine = make()
-    generate(engine, prompts(100))
-    with pytest.raises(SnapshotRefused, match="model with recurrent layers"):
-        engine.snapshots.take(SnapshotRequest("one", prompt=np.array(prompts(100), np.uint32).tobytes()))
 
 
 def test_a_whole_prefix_rule_uses_blocks_alone() -> None:

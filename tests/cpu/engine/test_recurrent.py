@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import EngineConfig, KvConfig, LoraConfig, SpeculationConfig
+from penstock.config import EngineConfig, KvConfig, LoraConfig
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
@@ -346,13 +346,10 @@ def test_more_states_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "--speculate": {"speculation": SpeculationConfig("ngram")},
     "--deterministic": {"deterministic": True},
     "--kv-resident-tokens": {"kv": KvConfig(resident_tokens=512)},
     "--kv-residency": {"kv": KvConfig(residency="scored")},
     "--kv-events": {"kv": KvConfig(events=True)},
-    "--kv-offload-ssd-dir": {"offload": {"ssd_dir": "somewhere"}},
-    "--kv-offload-remote": {"offload": {"remote": "valkey://127.0.0.1"}},
     "--lora": {"lora": LoraConfig((("a", "somewhere"),))},
     "--lora-dir": {"lora": LoraConfig(dir="somewhere")},
 }

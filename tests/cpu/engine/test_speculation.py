@@ -35,6 +35,8 @@ class Script:
         self.answers: dict[str, Sequence[int]] = {}
         self.seen: list[tuple[int, int]] = []  # drafts, and those kept
         self.ended_ids: list[str] = []
+        self.ended_texts: list[Sequence[int]] = []
+        self.default: Sequence[int] = ()  # the answer of requests that are not in `answers`
         self._right_share, self._most, self._random = right_share, most, random.Random(seed)
 
     def started(self, life: Life) -> None:
@@ -52,7 +54,7 @@ class Script:
     def _drafts(self, one: Decoding) -> tuple[int, ...]:
         num = self._random.randint(0, min(one.most, self._most))
         first = one.life.num_expected - one.life.num_prompt
-        answer = self.answers.get(one.life.request.id, ())
+        answer = self.answers.get(one.life.request.id, self.default)
         right = [*answer[first : first + num], *([0] * num)][:num]
         return tuple(
             token if self._random.random() < self._right_share else self._random.randrange(500)
@@ -64,6 +66,7 @@ class Script:
 
     def ended(self, life: Life) -> None:
         self.ended_ids.append(life.request.id)
+        self.ended_texts.append(life.tokens[life.num_prompt :])
 
 
 def scripted(

@@ -169,7 +169,7 @@ def test_a_rank_of_another_version_refuses_to_join() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), "-1"], pass_fds=[theirs.fileno()]
         )
     wire = RankWire(ours, _END_S)
     assert wire.receive().kind is MessageKind.JOIN

@@ -516,7 +516,7 @@ def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing
     for name in "ac":
         rig.remembered(2, name)
     keys = [*rig.keys(2, "a"), *rig.keys(2, "b"), *rig.keys(2, "c")]
-    rig.writeback.landed(keys, range(6))  # those in the middle have left host memory since
+    rig.writeback.landed(keys)  # those in the middle have left host memory since
     rig.cache.drain(10.0)
     assert rig.cache.num_in_flight == 0 and rig.store_has(keys) == [True, True, False, False, True, True]
     rig.end()
@@ -531,8 +531,8 @@ def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_be
     rig.remembered(6, tiers=("host",))
     rig.tiers["remote"].calls.known.clear()
     keys = rig.keys(6)
-    rig.writeback.landed(keys, range(6))
-    assert {one.name for one, _, _ in rig.writeback.later} == {"ssd", "remote"}
+    rig.writeback.landed(keys)
+    assert {one.name for one, _ in rig.writeback.later} == {"ssd", "remote"}
     rig.cache.reset([tier])
     rig.flow()
     other = "remote" if tier == "ssd" else "ssd"

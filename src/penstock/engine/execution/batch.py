@@ -61,6 +61,7 @@ class StepInputs:
     max_kv_len: int
     spans: Spans = ()
     paged: tuple[PagedChunk, ...] = ()
+    has_drafts: bool = False  # adjacent decodes may be of one request
 
 
 class PagedChunk(NamedTuple):
@@ -86,10 +87,17 @@ class Shape:
     num_samples: int
     deep: bool = False  # of a captured step: some sequences have more than `DEEP_TOKENS` tokens
     num_beside: int = 0  # of a captured step with prompts: decodes before them
+    has_drafts: bool = False  # of a captured step: only if its layers have to know
 
     @property
     def is_decode(self) -> bool:
         return self.num_tokens == self.num_chunks
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        kinds = {"deep": self.deep, "with drafts": self.has_drafts}
+        return " ".join([f"{self.num_tokens} x {self.num_chunks}", *(kind for kind in kinds if kinds[kind])])
 
     @property
     def num_decodes(self) -> int:
@@ -121,7 +129,7 @@ class Shape:
         paged: tuple[PagedChunk, ...] = (),
     ) -> StepInputs:
         parts = [packed[start:end] for start, end in pairwise((0, *self.cuts(), len(packed)))]
-        return StepInputs(*parts, num_decodes, max_q_len, max_kv_len, spans, paged)  # type: ignore[arg-type,call-arg]  # ten parts
+        return StepInputs(*parts, num_decodes, max_q_len, max_kv_len, spans, paged, self.has_drafts)  # type: ignore[arg-type,call-arg]  # ten parts
 
 
 @dataclass(slots=True)
@@ -284,7 +292,8 @@ class Packer:
         if bucket is not None and bucket.is_decode and not num_ahead and _are_plain(chunks):
             return self._pack_plain(chunks, bucket, into)
         table_lens, rows = self._measured(chunks, num_decodes, num_ahead)
-        shape = bucket or Shape(int(rows.lens.sum()), len(rows.lens), int(rows.num_logits.sum()))
+        has_drafts, num_samples = rows.num_decodes > num_decodes, int(rows.num_logits.sum())
+        shape = bucket or Shape(int(rows.lens.sum()), len(rows.lens), num_samples, has_drafts=has_drafts)
         places = _Places.of(rows, bucket)
         num_tables = self.num_padding + int(table_lens.sum())
         num_ints = shape.fixed_ints + num_tables + rows.num_paged
@@ -309,7 +318,7 @@ class Packer:
             _pack_paged(chunks, rows, parts, num_tables) if rows.num_paged else (),
             gap=places.gap,
         )
-        if rows.num_decodes > num_decodes or any(map(_UNSURE_OF, chunks)):
+        if has_drafts or any(map(_UNSURE_OF, chunks)):
             packed.drafted = _pack_drafted(chunks, bucket is not None, packed, rows.num_decodes - num_decodes)
         return packed
 
@@ -549,10 +558,11 @@ def _pack_drafted(chunks: Sequence[Chunk], is_bucket: bool, packed: Packed, num_
 def _pack_paged(chunks: Sequence[Chunk], rows: _Rows, parts: _Parts, table_at: int) -> tuple[PagedChunk, ...]:
     """Chunks with paged-out blocks; their host slots follow all tables."""
     paged = []
-    for number, chunk in zip(rows.firsts.tolist(), chunks, strict=True):
+    ends = [*rows.firsts[1:].tolist(), len(rows.lens)]
+    for first, end, chunk in zip(rows.firsts.tolist(), ends, chunks, strict=True):
         if chunk.paged is not None and len(chunk.paged):
             parts.tables[table_at : table_at + len(chunk.paged)] = chunk.paged
-            tokens = int(parts.q_starts[number]), int(parts.q_starts[number + 1])
+            tokens = int(parts.q_starts[first]), int(parts.q_starts[end])
             paged.append(PagedChunk(tokens, chunk.paged, table_at))
             table_at += len(chunk.paged)
     return tuple(paged)

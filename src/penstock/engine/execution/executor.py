@@ -74,7 +74,8 @@ class Executor:
             return step
         endings = step.late.masks.wait_filled(self._lane)
         last, fence = step.late.submit()
-        return replace(step, last=last, fence=fence, late=None, endings=endings)
+        most = step.late.masks.most
+        return replace(step, last=last, fence=fence, late=None, endings=endings, most=most)
 
     def forget(self, left: Sequence[tuple[str, range]]) -> None:
         """Scored requests that left, and the ranges of their key bounds that are kept."""

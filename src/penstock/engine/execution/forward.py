@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.engine.execution.attention import Attention, Partial
 from penstock.engine.execution.batch import Shape, StepInputs
 from penstock.engine.execution.scoring import StepScores
+from penstock.engine.execution.state_drafts import BoundDrafts, StateDrafts
 from penstock.engine.execution.states import BoundStates, StateSlots
 from penstock.lanes.lane import Op
 from penstock.models.decoder import Decoder
@@ -112,17 +113,20 @@ class KvOfLayer:
 class StateOfLayer:
     """A state of fixed size, layer `number` of the slots."""
 
-    def __init__(self, slots: StateSlots, number: int, num_kv: int) -> None:
-        """`num_kv`: layers with KV before it."""
-        self._slots, self._number = slots, number
+    def __init__(self, slots: StateSlots, number: int, num_kv: int, drafts: StateDrafts | None) -> None:
+        """`num_kv`: layers with KV before it. `drafts`: for steps with drafts."""
+        self._slots, self._number, self._drafts = slots, number, drafts
         self.layers, self.states = (num_kv, num_kv), (number, number + 1)
 
     def bound(self, flow: Flow) -> BoundStates:
-        return BoundStates(self._slots, self._number, flow.bound_inputs())
+        inputs = flow.bound_inputs()
+        if inputs.has_drafts and self._drafts is not None:
+            return BoundDrafts(self._slots, self._number, inputs, self._drafts)
+        return BoundStates(self._slots, self._number, inputs)
 
 
 def layer_stores(
-    config: ModelConfig, attention: Attention, slots: StateSlots | None
+    config: ModelConfig, attention: Attention, slots: StateSlots | None, drafts: StateDrafts | None = None
 ) -> tuple[LayerStore, ...]:
     """By layer."""
     recurrent = () if config.recurrence is None else config.recurrence.layers
@@ -131,7 +135,7 @@ def layer_stores(
         num_states = bisect.bisect_left(recurrent, layer)
         num_kv = layer - num_states
         if slots is not None and layer in recurrent:
-            stores.append(StateOfLayer(slots, num_states, num_kv))
+            stores.append(StateOfLayer(slots, num_states, num_kv, drafts))
         else:
             stores.append(KvOfLayer(attention, layer, num_kv))
     return tuple(stores)
@@ -158,13 +162,13 @@ class Forward:
         pending: Tensor,
         begin: Callable[[], None] = lambda: None,
         maker: DraftMaker | None = None,
-        slots: StateSlots | None = None,
+        states: tuple[StateSlots | None, StateDrafts | None] = (None, None),
     ) -> None:
-        """`begin` is called first in every pass, on the compute thread. `slots`: the states of recurrent
-        layers."""
+        """`begin` is called first in every pass, on the compute thread. `states`: of recurrent layers, and
+        what steps with drafts need of them."""
         self.model = model
-        self.slots = slots
-        self._stores = layer_stores(model.config, attention, slots)
+        self.slots, self.state_drafts = states
+        self._stores = layer_stores(model.config, attention, *states)
         self._begin = begin
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
@@ -176,7 +180,8 @@ class Forward:
     def tensors(self) -> tuple[Tensor, ...]:
         """What every pass uses besides its inputs, at fixed addresses."""
         slots = () if self.slots is None else self.slots.tensors
-        return self.model.rope, self.attention.arena, *slots
+        drafts = () if self.state_drafts is None else self.state_drafts.tensors
+        return self.model.rope, self.attention.arena, *slots, *drafts
 
     def captures(self, shape: Shape) -> bool:
         """Whether steps of this shape can be captured: how prompts run through states depends on their

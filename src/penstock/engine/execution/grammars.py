@@ -45,12 +45,14 @@ _BLANKS = r"[\x20\x0A]{1,24}"  # between JSON tokens; bounded, since a weak mode
 class Matcher:
     """The position of one answer in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
+    def __init__(self, matcher: Any, vocab: int, ends: NDArray[np.int32]) -> None:
+        """`ends`: the bits of a mask that end an answer."""
         self._matcher = matcher
         self._vocab = vocab
+        self._ends = ends
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._vocab)
+        return Matcher(self._matcher.deep_copy(), self._vocab, self._ends)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Failures show in `error`."""
@@ -81,6 +83,19 @@ class Matcher:
             vocab = matchers[0][0]._vocab
             # the extra end token, which the model does not have
             words.view(np.uint8)[[row for _, row in matchers], vocab // 8] &= 0xFF ^ (1 << vocab % 8)
+
+    def fill_drafted(self, row: int, drafts: Sequence[int], words: NDArray[np.int32]) -> int | None:
+        """The same for the next token in `row`, and for the token after each of `drafts` in the rows behind
+        it; after one that is not allowed, all are. Returns the number of drafts after which no token but the
+        end can follow, if there is one. The position stays where it is."""
+        rows = words[row : row + 1 + len(drafts)]
+        rows[:] = -1
+        _pool().unsafe_compute_mask_ptr_with_draft_token(
+            [(self._matcher, row, list(drafts))], words.ctypes.data, words[0].nbytes, len(words)
+        )
+        rows.view(np.uint8)[:, self._vocab // 8] &= 0xFF ^ (1 << self._vocab % 8)
+        is_over = ~(rows[1:] & ~self._ends).any(axis=1)
+        return int(is_over.argmax()) + 1 if is_over.any() else None
 
 
 @functools.cache
@@ -239,9 +254,11 @@ class _Vocabulary:
     def matcher(self, source: str) -> Matcher:
         library: Any = importlib.import_module("llguidance")
         limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        return Matcher(
-            library.LLMatcher(self._seen_by(library), source, log_level=0, limits=limits), self._vocab
-        )
+        ends = np.zeros(-(-(self._vocab + 1) // 32), np.int32)
+        for id in (*self._eos_ids, self._vocab):
+            ends.view(np.uint32)[id // 32] |= np.uint32(1 << id % 32)
+        made = library.LLMatcher(self._seen_by(library), source, log_level=0, limits=limits)
+        return Matcher(made, self._vocab, ends)
 
     def begin_trial(self) -> Trial:
         """Start a trial in the process with this vocabulary, which is started if needed."""

@@ -35,14 +35,22 @@ class _Answer:
     num_known: int  # generated tokens passed to it; the matcher has them once its jobs are done
     masked_from: int  # generated tokens before the first mask
     matcher: Matcher | ThoughtMatcher | None = None  # made and used only by the mask thread
-    # masks of the step that waits for it, its row there, and the tokens that it must have by then
-    waiting: tuple[StepMasks, int, int] | None = None
+    # masks of the step that waits for it, and the generated tokens that it must have by then
+    waiting: tuple[StepMasks, _Asked, int] | None = None
 
     def is_masked(self, chunk: Chunk) -> bool:
         """True if the step that samples `chunk` needs a mask. Not after reasoning that ended without a
         grammar following; if this is seen late, the mask allows all tokens."""
         is_free = isinstance(self.matcher, ThoughtMatcher) and self.matcher.is_free
         return chunk.kv_len - self.num_prompt >= self.masked_from and not is_free
+
+
+class _Asked(NamedTuple):
+    """The masks of one answer in a step."""
+
+    answer: _Answer
+    row: int  # of the mask of its next token
+    drafts: Sequence[int]  # the masks after them are in the rows behind it
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +64,8 @@ class StepMasks:
     access: Access
     jobs: list[Future[list[GrammarEnd]]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)  # rows that no job fills yet
+    # By request: tokens that it gets from the step at most. After so many drafts its answer is complete.
+    most: dict[str, int] = field(default_factory=dict)
 
     def wait_filled(self, lane: Lane) -> list[GrammarEnd]:
         """Block until every mask is filled; returns requests whose grammars have ended. A row whose token
@@ -71,10 +81,11 @@ class StepMasks:
 class Masks:
     """Called from the engine thread. Jobs run in order on the mask thread."""
 
-    def __init__(self, grammars: Grammars, max_batch: int, lane: Lane) -> None:
+    def __init__(self, grammars: Grammars, max_rows: int, lane: Lane) -> None:
+        """`max_rows`: tokens that a step samples at most."""
         self._grammars = grammars
         self._num_words = grammars.num_words
-        self._max_batch = max_batch
+        self._max_rows = max_rows
         self._lane = lane
         self._ring: StagingRing | None = None  # made when first needed
         # of requests with a grammar; if empty, the engine makes no calls here
@@ -107,7 +118,8 @@ class Masks:
         self._thread.submit(make)
 
     def for_step(self, chunks: Sequence[Chunk], pinned: bool) -> StepMasks | None:
-        """`chunks`: the sampled ones, in order. None: none of them is constrained."""
+        """`chunks`: that of each sample, in order: one with drafts comes several times. None: none of them is
+        constrained."""
         found = [
             (at, answer, chunk)
             for at, chunk in enumerate(chunks)
@@ -116,7 +128,7 @@ class Masks:
         if not found:
             return None
         if self._ring is None:
-            self._ring = StagingRing(self._max_batch * self._num_words, self._lane, "staged masks", pinned)
+            self._ring = StagingRing(self._max_rows * self._num_words, self._lane, "staged masks", pinned)
         host, array = self._ring.next()
         used = len(found) * self._num_words
         masks = StepMasks(
@@ -125,16 +137,21 @@ class Masks:
             [at for at, _, _ in found],
             self._ring.access(Mode.READ),
         )
-        ready: list[tuple[_Answer, int]] = []
-        for row, (_, answer, chunk) in enumerate(found):
-            num_wanted = chunk.kv_len - answer.num_prompt
+        ready: list[_Asked] = []
+        row = 0
+        while row < len(found):
+            _, answer, chunk = found[row]
+            num_drafts = chunk.num_logits - 1
+            asked = _Asked(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
+            num_wanted = chunk.kv_len - num_drafts - answer.num_prompt
             if num_wanted == answer.num_known:
-                ready.append((answer, row))
+                ready.append(asked)
             else:  # its last token is being sampled
-                answer.waiting = (masks, row, num_wanted)
-                masks.missing.add(row)
+                answer.waiting = (masks, asked, num_wanted)
+                masks.missing.update(range(row, row + chunk.num_logits))
+            row += chunk.num_logits
         if ready:
-            masks.jobs.append(self._thread.submit(_fill, ready, masks.rows))
+            masks.jobs.append(self._thread.submit(_fill, ready, masks))
         return masks
 
     def used_until(self, fence: Fence) -> None:
@@ -149,38 +166,38 @@ class Masks:
             for request_id, tokens in news
             if tokens and (answer := self.answers.get(request_id))
         ]
-        by_step: dict[StepMasks | None, list[tuple[_Answer, Sequence[int], int]]] = {}
+        by_step: dict[StepMasks | None, list[tuple[_Asked, Sequence[int]]]] = {}
         for answer, tokens in told:
             answer.num_known += len(tokens)
-            masks, row, num_wanted = answer.waiting or (None, -1, -1)
+            masks, asked, num_wanted = answer.waiting or (None, _Asked(answer, -1, ()), -1)
             if num_wanted != answer.num_known:
                 masks = None
             else:
                 answer.waiting = None
-            by_step.setdefault(masks, []).append((answer, tokens, row))
+            by_step.setdefault(masks, []).append((asked, tokens))
         for masks, some in by_step.items():
-            job = self._thread.submit(_advance, some, None if masks is None else masks.rows)
+            job = self._thread.submit(_advance, some, masks)
             if masks is not None:
                 masks.jobs.append(job)
-                masks.missing -= {row for _, _, row in some}
+                for one, _ in some:
+                    masks.missing.difference_update(range(one.row, one.row + 1 + len(one.drafts)))
 
     def close(self) -> None:
         """Waits for running jobs, whose work is bounded. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _advance(
-    news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None
-) -> list[GrammarEnd]:
-    for answer, tokens, _ in news:
-        if answer.matcher is not None:
-            answer.matcher.consume(tokens)
-    return [] if rows is None else _fill([(answer, row) for answer, _, row in news], rows)
+def _advance(news: Sequence[tuple[_Asked, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
+    for asked, tokens in news:
+        if asked.answer.matcher is not None:
+            asked.answer.matcher.consume(tokens)
+    return [] if masks is None else _fill([asked for asked, _ in news], masks)
 
 
-def _fill(answers: Sequence[tuple[_Answer, int]], rows: NDArray[np.int32]) -> list[GrammarEnd]:
+def _fill(wanted: Sequence[_Asked], masks: StepMasks) -> list[GrammarEnd]:
     """Fill the masks of the next tokens. If no token is allowed, the request has ended, and its mask allows
     all."""
+    rows, answers = masks.rows, [(one.answer, one.row) for one in wanted]
     going_on: list[tuple[Matcher, int]] = []
     reasoning: set[int] = set()
     for answer, row in answers:
@@ -195,7 +212,16 @@ def _fill(answers: Sequence[tuple[_Answer, int]], rows: NDArray[np.int32]) -> li
             matcher = matcher.answering
         if matcher is not None and not matcher.is_over:
             going_on.append((matcher, row))
-    Matcher.fill(going_on, rows)
+    drafted = {one.row: one for one in wanted if one.drafts}
+    Matcher.fill([one for one in going_on if one[1] not in drafted], rows)
+    for matcher, row in going_on:
+        if row in drafted:
+            most = matcher.fill_drafted(row, drafted[row].drafts, rows)
+            if most is not None:
+                masks.most[drafted[row].answer.request_id] = most
+    for row, one in drafted.items():
+        if row not in {of for _, of in going_on}:
+            rows[row : row + 1 + len(one.drafts)] = -1
     open_rows = reasoning | {row for matcher, row in going_on if not matcher.is_over and rows[row].any()}
     ended = [(answer, row) for answer, row in answers if row not in open_rows]
     for _, row in ended:

@@ -2,7 +2,7 @@
 inputs, and puts its ops on the lane with the accesses that they make.
 
     target   the model's forward, eager or replayed       `target.py`
-    state    states of requests that begin, kept states   below, `states.py`
+    state    states of requests that begin, kept states   below, `states.py`, `state_drafts.py`
     paged    layers that stream KV from host memory       `paging.py`, with `scoring.py`
     sample   sampling, masks, prompt logprobs             `sampling.py`
     draft    drafts for the next step                     `ahead.py`
@@ -25,9 +25,10 @@ from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Drafted, Packed, Shape
 from penstock.engine.execution.forward import Flow
 from penstock.engine.execution.masks import StepMasks
-from penstock.engine.execution.replays import PROMPTS_BESIDE
+from penstock.engine.execution.replays import PROMPTS_BESIDE, Replays
 from penstock.engine.execution.running_step import Outputs
 from penstock.engine.execution.sampler import NUM_PARAMS, SamplePlan, packed_width
+from penstock.engine.execution.state_drafts import INPUTS_OF_STATES, StateDrafts
 from penstock.engine.execution.states import StateSlots
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Replay, Ticket
@@ -140,7 +141,8 @@ class Step:
         """Reads and writes of the states of the step's requests."""
         if layers[0] == layers[1]:
             return ()
-        return (Access(STATES, self.packed.row_of, layers, Mode.WRITE),)
+        written = Access(STATES, self.packed.row_of, layers, Mode.WRITE)
+        return (written, only(INPUTS_OF_STATES, Mode.WRITE)) if self.packed.shape.has_drafts else (written,)
 
     def entries(self) -> Sequence[Chunk]:
         """The chunk of each sample; in a replay every chunk has one."""
@@ -209,6 +211,11 @@ class StatePass(Pass):
         self._copy(ops, "begin states", (self._kept, self._rows), begins)
 
     def submit(self, step: Step) -> None:
+        if not step.packed.shape.has_drafts:
+            self.keep(step)
+
+    def keep(self, step: Step) -> None:
+        """After the step has advanced all states."""
         ends = [(one.row, one.state.ends) for one in step.plan.chunks if one.state is not None]
         self._copy(step.ops, "keep states", (self._rows, self._kept), ends)
 
@@ -229,3 +236,38 @@ class StatePass(Pass):
         read, written = ([pair[end] for pair in pairs] for end in (0, 1))
         accesses = source.access(read, Mode.READ), dest.access(written, Mode.WRITE)
         ops.submit(partial(source.copy_to, dest, pairs), label, accesses)
+
+
+class SettlePass(Pass):
+    """After a step with drafts: states are advanced by the accepted tokens, and those at boundaries kept."""
+
+    is_late = True
+
+    def __init__(self, states: StatePass, drafts: StateDrafts, replays: Replays) -> None:
+        self._states, self._drafts, self._replays = states, drafts, replays
+
+    def submit(self, step: Step) -> None:
+        if not step.packed.shape.has_drafts:
+            return
+        rows, layers = step.packed.row_of, (0, step.limits.state_layers)
+        accesses = (
+            Access(STATES, rows, layers, Mode.WRITE),
+            Access(SAMPLER, rows, LAST, Mode.READ),
+            only(INPUTS_OF_STATES, Mode.READ),
+            only(INPUTS, Mode.READ),
+        )
+        if step.bucket is not None and self._drafts.is_cuda:
+            step.ops.replay(self._captured(step.bucket), (*accesses, only(GRAPHS, Mode.WRITE)))
+        else:
+            step.ops.submit(lambda: self._drafts.settle(step.flow.bound_inputs()), "settle states", accesses)
+        self._states.keep(step)
+
+    def capture(self, bucket: Shape) -> None:
+        if bucket.has_drafts:
+            self._captured(bucket)
+
+    def _captured(self, bucket: Shape) -> Replay:
+        def run(flow: Flow, tensors: tuple[Tensor, ...]) -> None:
+            self._drafts.settle(flow.bound_inputs())
+
+        return self._replays.get_pass(bucket, "settle", lambda size: (), run).replay

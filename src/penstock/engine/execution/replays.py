@@ -133,6 +133,7 @@ class Replays:
         self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=_in_order))
+        self._sees_drafts = any(shape.has_drafts for shape in buckets)
         # successive steps have few different sizes
         self._smallest = functools.lru_cache(maxsize=4096)(self._find)
 
@@ -148,9 +149,12 @@ class Replays:
             is_deep = (
                 max(c.kv_len - c.num_left_out * self.packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
             )
-        return self._smallest(num_decodes, num_prompts, num_tokens, is_deep)
+        has_drafts = self._sees_drafts and plan.num_rows > len(plan.chunks)
+        return self._smallest(num_decodes, num_prompts, num_tokens, is_deep, has_drafts)
 
-    def _find(self, num_decodes: int, num_prompts: int, num_tokens: int, is_deep: bool) -> Shape | None:
+    def _find(
+        self, num_decodes: int, num_prompts: int, num_tokens: int, is_deep: bool, has_drafts: bool
+    ) -> Shape | None:
         if is_deep and num_tokens > MOST_DEEP_PROMPT:
             return None
         is_alone = num_prompts == 1 and num_decodes == 0
@@ -158,6 +162,7 @@ class Replays:
             if (
                 shape.is_decode != (num_prompts == 0)
                 or shape.deep > is_deep
+                or shape.has_drafts != has_drafts
                 or (shape.num_decodes == 0) != is_alone
             ):
                 continue
@@ -195,7 +200,7 @@ class Replays:
         found = self._passes.get((bucket, kind))
         if found is None:
             flow, tensors = self.get(bucket).flow, self._made(partial(room, bucket.num_tokens))
-            name = f"{kind} after {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}"
+            name = f"{kind} after {bucket.label}"
             replay = self._record(name, [("pass", lambda: run(flow, tensors))])
             found = self._passes[bucket, kind] = CapturedPass(replay, tensors)
         return found
@@ -220,9 +225,7 @@ class Replays:
             ints = torch.from_numpy(packed.ints)
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
         ops = [(one.label, one.op) for one in self._forward.ops(flow, bucket.is_decode)]
-        replay = self._record(
-            f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}", ops
-        )
+        replay = self._record(f"step {bucket.label}", ops)
         return Captured(replay, flow, self._addresses())
 
     def _record(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:

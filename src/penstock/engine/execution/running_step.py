@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,6 +87,8 @@ class RunningStep:
     late: LateSample | None = None  # its sampling, if not on the lane yet
     # requests whose grammars allow no further token, known at sampling
     endings: Sequence[GrammarEnd] = ()
+    # by request: tokens that it gets at most, since its grammar allows no further one
+    most: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def samples(self) -> bool:
@@ -143,8 +145,8 @@ class RunningStep:
             if c.num_logits and entry.token != NO_TOKEN:
                 found.setdefault(c.request_id, []).append(entry)
         sampled = []
-        for request_id, some in found.items():
-            num = wanted[request_id]
+        for request_id, every in found.items():
+            num, some = wanted[request_id], every[: self.most.get(request_id, len(every))]
             logprobs = None if num < 0 else tuple(one._replace(top=one.top[:num]) for one in some)
             sampled.append(Sampled(request_id, tuple(one.token for one in some), logprobs))
         return sampled

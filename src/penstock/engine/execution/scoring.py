@@ -103,6 +103,7 @@ class _AskedScores(NamedTuple):
     row: int
     scoring: Scoring
     rows: tuple[int, int]  # [first, end) of the step's tokens
+    asking: int  # the token whose queries are scored: the last one that is no draft
     table_at: int  # offset of its host slots in the step's tables; -1: none
     out: Tensor | None  # host memory for its scores, if wanted
 
@@ -158,7 +159,9 @@ class ContextKeys:
             if (scoring := chunk.scoring) is not None:
                 table_at = streams.get((first, end), -1) if scoring.paged else -1
                 out = room(chunk.request_id, scoring) if scoring.num_parts else None
-                asked.append(_AskedScores(chunk.request_id, chunk.row, scoring, (first, end), table_at, out))
+                asking = first if chunk.num_logits > 1 else end - 1
+                own = chunk.request_id, chunk.row, scoring, (first, end), asking
+                asked.append(_AskedScores(*own, table_at, out))
         return StepScores(self, asked)
 
     @property
@@ -211,11 +214,11 @@ class StepScores:
             keys = self._known.keys_of(one)
             if len(slots):
                 _sum_up(keys, layer, one.scoring, one.scoring.first, self._known.arena[slots, layer, 0])
-            last = one.rows[1] - 1
             if one.scoring.num_parts:
-                keys.add_scores(layer, q[last], scores[:-1])
+                keys.add_scores(layer, q[one.asking], scores[:-1])
             if one.scoring.recall and lse is not None and self._resident is not None:
-                shares = torch.exp((self._resident[last] - lse[last]) * self._known.lse_nats)
+                more = self._resident[one.asking] - lse[one.asking]
+                shares = torch.exp(more * self._known.lse_nats)
                 scores[-1] += shares.mean() / self._known.num_layers
 
     def piece(self, layer: int, piece: PagedChunk, landed: Callable[[], Tensor]) -> Op | None:

@@ -1,7 +1,7 @@
 """The states of recurrent layers: one slot for each row of device state, float32, at fixed addresses. Owns
 them, and how the tokens of a step run through them.
 
-    slot of one row:  [layer][the last inputs of the convolution | the matrix of each head]
+    slot:  [layer][the last inputs of the convolution] | [layer][the matrix of each head]
 
 A request has the slot of its row. Its first chunk clears the slot, and every later chunk continues from it,
 in the order of the compute lane. So whatever becomes of a request, the next one in its row clears the slot
@@ -13,10 +13,9 @@ chunks, in the same order; which slot is whose is the business of `kv/states.py`
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from penstock.contract import Access, Mode
@@ -26,22 +25,19 @@ from penstock.models.model import Recurrence
 
 
 class StateSlots:
-    """The memory: `num_slots` slots. On the device there is one for each row, and a last one for padding; in
-    host memory one for each kept state."""
+    """Slots in `memory`, float32 numbers [slots, numbers]. On the device there is one for each row, and a
+    last one for padding; in host memory one for each kept state."""
 
-    def __init__(
-        self, name: str, dims: Recurrence, num_slots: int, device: torch.device, pinned: bool = False
-    ) -> None:
-        """`name`: in declared accesses."""
+    def __init__(self, name: str, dims: Recurrence, memory: Tensor) -> None:
+        """`name`: in declared accesses. `memory` is finite from the start, so what padding leaves in its slot
+        stays so."""
         self.name = name
         self.dims = dims
         self.num_layers = len(dims.layers)
-        shape = (num_slots, self.num_layers)
-        head = (dims.num_value_heads, dims.key_dim, dims.value_dim)
-        # Zeros, hence finite: what padding leaves in its slot stays so. On a CPU they take no memory unused.
-        zeros = functools.partial(torch.zeros, device=device, pin_memory=pinned)
-        self.windows = zeros((*shape, dims.window - 1, dims.qkv_width))
-        self.matrices = zeros((*shape, *head))
+        window = (self.num_layers, dims.window - 1, dims.qkv_width)
+        heads = (self.num_layers, dims.num_value_heads, dims.key_dim, dims.value_dim)
+        windows, matrices = memory.split_with_sizes((math.prod(window), math.prod(heads)), dim=1)
+        self.windows, self.matrices = windows.unflatten(1, window), matrices.unflatten(1, heads)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -78,24 +74,27 @@ class BoundStates:
         inputs, dims = self._inputs, self._slots.dims
         num, rows = inputs.num_decodes, inputs.rows.long()
         qkv, found = qkv.float(), qkv.new_zeros(len(qkv), dims.num_value_heads, dims.value_dim).float()
-        parts = [(slice(0, num), rows[:num], 1)] if num else []
+        if num:
+            found[:num] = self._decoded(qkv[:num], conv, decay[:num], beta[:num])
         at = num
         for chunk, (_, length) in enumerate(inputs.spans, start=num):
-            parts.append((slice(at, at + length), rows[chunk : chunk + 1], length))
-            at += length
-        for own, of_rows, length in parts:
-            shaped = (part[own].unflatten(0, (-1, length)) for part in (qkv, decay, beta))
-            found[own] = self._run(of_rows, length, conv, *shaped).flatten(0, 1)
+            own, at = slice(at, at + length), at + length
+            found[own] = self._run(rows[chunk : chunk + 1], length, conv, qkv[own], decay[own], beta[own])
         return found
+
+    def _decoded(self, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """The rows of one token each."""
+        return self._run(self._inputs.rows[: len(qkv)].long(), 1, conv, qkv, decay, beta)
 
     def _run(
         self, rows: Tensor, length: int, conv: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
-        """[N, length, ...] of the requests in `rows` -> [N, length, value heads, value_dim]."""
+        """[N * length, ...] of the requests in `rows` -> [N * length, value heads, value_dim]."""
+        qkv, decay, beta = (part.unflatten(0, (-1, length)) for part in (qkv, decay, beta))
         windows, matrices = (tensor[:, self._number] for tensor in self._slots.tensors)
         mixed, window = convolved(qkv, windows.index_select(0, rows), conv)
         windows.index_copy_(0, rows, window)
         heads = heads_of(mixed, decay, beta, self._slots.dims)
         out, state = (one_step if length == 1 else many_steps)(heads, matrices.index_select(0, rows))
         matrices.index_copy_(0, rows, state)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).flatten(0, 1)

@@ -164,7 +164,7 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
     """For a GPU: every replay, every way to sample, every option, prompts of all lengths, alone and beside
     decodes."""
     most, chunk = sizes.max_batch, sizes.prefill_chunk
-    kinds = [_filling(bucket) for bucket in buckets]
+    kinds = [_filling(bucket) for bucket in buckets if not bucket.has_drafts]
     batches = [num for num in _BATCHES if num < most] + [most]
     kinds += [StepKind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
     kinds += [StepKind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), StepKind((Work(100),), _EVERYTHING)]

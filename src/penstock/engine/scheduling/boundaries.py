@@ -1,15 +1,30 @@
 """The placement of requests of a model with recurrent layers: they begin at a boundary of which a state is
 kept, or at their first token, and keep states at boundaries of their own. Owns which boundaries these are,
-and what a running request has of kept states."""
+and what a running request has of kept states.
+
+    shortly before a prompt ends         the next request of the conversation begins there
+    where two prompts part               a shared beginning, such as a system prompt
+    every N tokens                       if asked for
+"""
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.contract import Fence, KvLedger, Match, SlotHandle, StateLedger, StateMove, Table
+from penstock.contract import (
+    Fence,
+    KvLedger,
+    Match,
+    Prefetch,
+    SlotHandle,
+    StateLedger,
+    StateMove,
+    Table,
+)
 from penstock.engine.scheduling.placement import Placed, Placement
 from penstock.engine.scheduling.stages import Life, RunningRequest, WaitingRequest
 from penstock.engine.scheduling.steps import NextStep
@@ -22,14 +37,26 @@ class _Written(NamedTuple):
     handle: SlotHandle
 
 
+# Blocks that two prompts share after a state, at least, for one where they part: copying it takes as long as
+# computing some hundred tokens.
+_LEAST_SHARED = 16
+# The last tokens of a prompt are those of a chat template, and may be others when the conversation goes on.
+# Short prompts are computed again in no time.
+_SETBACK_TOKENS, _LONG_TOKENS = 64, 1024
+_MOST_ENDED = 4096  # sequences of which it is known where they have ended
+
+
 @dataclass(slots=True)
 class _Kept:
     """Of one request in one run."""
 
     begins: SlotHandle | None = None  # the state that it begins with, until a step with it was read
     is_read: bool = False  # a planned step reads it
-    last: int = 0  # the last boundary that its prompt has before its end, if others may wait for its state
+    # boundaries in its prompt, in tokens, of which it keeps a state that others may wait for
+    ends: set[int] = field(default_factory=set)
     written: deque[_Written] = field(default_factory=deque)  # by steps that were not read yet
+    running: RunningRequest | None = None
+    compared: set[WaitingRequest] = field(default_factory=set)  # with its prompt
 
 
 class AtBoundaries(Placement):
@@ -44,35 +71,97 @@ class AtBoundaries(Placement):
         self._states = states
         self._every = every
         self._kept: dict[Life, _Kept] = {}
+        self._ended: dict[
+            bytes, None
+        ] = {}  # last keys of sequences; a request that goes on there parts nowhere
 
     def usable_keys(self, waiting: WaitingRequest) -> Sequence[bytes]:
         """Not of a block with its last token: that one is computed, and a state behind it has it already."""
         return super().usable_keys(waiting)[: (waiting.num_tokens - 1) // self._ledger.block_tokens]
 
+    def is_ready(self, waiting: WaitingRequest) -> bool:
+        self._compare(waiting)
+        if waiting.search is None:
+            waiting.search = self._states.search(self.usable_keys(waiting))
+        return super().is_ready(waiting) and (waiting.search is None or waiting.search.ready)
+
+    def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
+        """Its blocks are read or loaded meanwhile, or when it has a table."""
+        num = match.num_blocks + match.num_colder
+        key = self.usable_keys(waiting)[num - 1] if num else None
+        return waiting.search is not None and waiting.search.reads_first(key, match.num_known)
+
+    def prefetch(self, waiting: WaitingRequest, is_next: bool) -> Prefetch | None:
+        """As far as there is a state, once that is known."""
+        if waiting.search is not None and not waiting.search.ready:
+            waiting.may_prefetch = True
+            return None
+        return super().prefetch(waiting, is_next)
+
+    def num_here(self, match: Match) -> int:
+        return match.num_here
+
     def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
         life, keys, kept = waiting.life, self.usable_keys(waiting), _Kept()
-        num = match.num_blocks + match.num_colder
+        num, num_known = match.num_blocks + match.num_colder, min(match.num_known, len(keys))
         if num:
             kept.begins = self._states.pin(life.request.id, keys[num - 1])
             if kept.begins is None:
                 return None
-        if len(keys) > num:
-            kept.last = len(keys) * self._ledger.block_tokens
-            self._states.expect(keys[-1], len(keys), 1)
+        if self._last(waiting) > num:
+            self._expect(life, kept, self._last(waiting))
+        if num_known - num >= _LEAST_SHARED and keys[num_known - 1] not in self._ended:
+            self._expect(life, kept, num_known)
         self._kept[life] = kept
         return super().open(waiting, match)
 
+    def _last(self, waiting: WaitingRequest) -> int:
+        """The last boundary of a prompt, in blocks, that the next one of its conversation has, too."""
+        back = _SETBACK_TOKENS if waiting.num_tokens >= _LONG_TOKENS else 1
+        return (waiting.num_tokens - back) // self._ledger.block_tokens
+
+    def enter(self, running: RunningRequest) -> None:
+        self._kept[running.life].running = running
+
+    def _compare(self, waiting: WaitingRequest) -> None:
+        """Running requests keep a state where its prompt parts from theirs, if they are not that far yet. It
+        waits for that."""
+        keys, size = self.usable_keys(waiting), self._ledger.block_tokens
+        for life, kept in self._kept.items() if len(keys) >= _LEAST_SHARED else ():
+            running = kept.running
+            if running is None or waiting in kept.compared or life.prefix is None:
+                continue
+            kept.compared.add(waiting)
+            num, num_planned = _num_common(keys, life.prefix.keys), running.num_planned // size
+            if num - num_planned >= _LEAST_SHARED and life.request.may_match:
+                self._expect(life, kept, num)
+
+    def _expect(self, life: Life, kept: _Kept, num_blocks: int) -> None:
+        """It will keep a state after so many blocks of its prompt."""
+        boundary = num_blocks * self._ledger.block_tokens
+        if boundary not in kept.ends and (key := self._key(life, boundary)) is not None:
+            kept.ends.add(boundary)
+            self._states.expect(key, num_blocks, 1)
+
     def until_boundary(self, running: RunningRequest, num_tokens: int) -> int:
         start, kept = running.num_planned, self._kept[running.life]
-        ends = [kept.last, (start // self._every + 1) * self._every if self._every else 0]
+        ends = [*kept.ends, (start // self._every + 1) * self._every if self._every else 0]
         return min([num_tokens, *(end - start for end in ends if end > start)])
+
+    def most_drafts(self, running: RunningRequest) -> int:
+        """A state is kept behind a token whose place is certain. So the chunk that ends at a boundary has no
+        drafts, nor has the one before it, which may follow drafts that are not verified yet."""
+        if not self._every:
+            return super().most_drafts(running)
+        start = running.num_planned
+        return max(0, (start // self._every + 1) * self._every - start - 3)
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
         kept, begins, ends = self._kept[running.life], None, None
         if kept.begins is not None and not kept.is_read:
             begins = kept.begins.slots[0]
         kept.is_read = True
-        if end == kept.last or (self._every and end % self._every == 0):
+        if end in kept.ends or (self._every and end % self._every == 0):
             ends = self._reserve(running, kept, end)
         move = None if begins is None and ends is None else StateMove(begins, ends)
         return super().place(running, start, end, room, step)._replace(state=move)
@@ -104,7 +193,9 @@ class AtBoundaries(Placement):
 
     def leave(self, running: RunningRequest, is_answered: bool, fence: Fence | None) -> None:
         life, kept = running.life, self._kept.pop(running.life)
-        self._expect_none(life, kept, kept.last)
+        for boundary in list(kept.ends):
+            self._expect_none(life, kept, boundary)
+        self._note_end(running)
         for handle in (kept.begins, *(one.handle for one in kept.written)):
             if handle is not None:
                 handle.end(fence)
@@ -116,6 +207,25 @@ class AtBoundaries(Placement):
 
     def _expect_none(self, life: Life, kept: _Kept, boundary: int) -> None:
         """The state of this boundary is there, or will not be."""
-        if boundary and boundary == kept.last and (key := self._key(life, boundary)) is not None:
+        if boundary in kept.ends and (key := self._key(life, boundary)) is not None:
             self._states.expect(key, boundary // self._ledger.block_tokens, -1)
-            kept.last = 0
+            kept.ends.remove(boundary)
+
+    def _note_end(self, running: RunningRequest) -> None:
+        """Another request may continue what it has computed; its last block may be sealed or not."""
+        life, size = running.life, self._ledger.block_tokens
+        num = min(running.num_committed, len(life.tokens)) // size
+        if life.prefix is None or not num:
+            return
+        if len(life.prefix.keys) < num:
+            life.prefix = self._ledger.extend_prefix(life.prefix, life.tokens)
+        self._ended.update(dict.fromkeys(life.prefix.keys[max(0, num - 2) : num]))
+        while len(self._ended) > _MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+
+def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Leading keys that are equal. A key covers all before it."""
+    return bisect.bisect_left(
+        range(min(len(one), len(other))), True, key=lambda number: one[number] != other[number]
+    )

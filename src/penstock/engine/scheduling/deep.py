@@ -11,7 +11,7 @@ from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.budget import Budget, Promises, blocks_for
 from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.placement import NO_MATCH, Placed, Placement
-from penstock.engine.scheduling.residency import KeptContext, KeptContexts, ResidentSet
+from penstock.engine.scheduling.residency import AroundDrafts, KeptContext, KeptContexts, ResidentSet
 from penstock.engine.scheduling.stages import RunningRequest, WaitingRequest
 from penstock.engine.scheduling.steps import NextStep
 from penstock.engine.scheduling.windowed import Windowed
@@ -88,8 +88,6 @@ def _on_device(ledger: KvLedger, budget: Budget) -> Placement:
 class Deep(Placement):
     """The placement of one request. With `residency` it is scored: it decodes over a chosen part of
     its context."""
-
-    may_draft = False
 
     def __init__(self, contexts: DeepContexts, request: Request, num_host_blocks: int) -> None:
         super().__init__(contexts.ledger)
@@ -311,7 +309,8 @@ class Deep(Placement):
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
         table = running.table
         if self.resident is not None:
-            return self.resident.place(table, start, end, may_score=not step.scores, may_read=step.reads_host)
+            drafts = AroundDrafts(running.num_drafted, room)
+            return self.resident.place(table, start, end, not step.scores, step.reads_host, drafts)
         return Placed(table.slots(end + room), table.paged_slots if table.num_paged else None)
 
     def take_scores(self, given: PartScores) -> None:

@@ -25,7 +25,7 @@ class Drafter:
     @property
     def needs_results(self) -> bool:
         """True if it cannot propose for a request whose drafts are still being verified: the engine reads
-        that step first."""
+        that step first. Then the host knows its drafts, and a grammar can be asked about each of them."""
         return False
 
     @property
@@ -81,14 +81,18 @@ class Drafting:
         return {one: drafts for (one, _), drafts in zip(found, proposed, strict=True) if drafts}
 
     def _most_verified(self, running: RunningRequest) -> int:
-        """How many drafts fit into its promised blocks, or into its table if promises exceed memory. A
-        request that is paged out or has a grammar decodes one token at a time."""
+        """How many drafts fit into its promised blocks, or into its table if promises exceed memory."""
         life, sampling = running.life, running.request.sampling
-        if life.state is not State.RUNNING or running.num_left != 1 or not life.placement.may_draft:
+        if life.state is not State.RUNNING or running.num_left != 1:
             return 0
         if running.num_planned < running.num_cached:
             return 0
-        most = min(sampling.max_tokens - (life.num_expected - life.num_prompt) - 1, running.num_unmasked)
+        most = sampling.max_tokens - (life.num_expected - life.num_prompt) - 1
+        if sampling.thought is not None or not self.drafter.needs_results:
+            most = min(most, running.num_unmasked)
+        most = min(most, life.placement.most_drafts(running))
+        if life.placement.fixed_blocks is not None:
+            return most  # it makes room for them, if it can, when the step is planned
         num_blocks = running.table.num_slots
         if self._may_draw:
             num_blocks += life.placement.may_draw(running)
@@ -101,7 +105,7 @@ class Drafting:
         end = running.num_planned + num_tokens
         capacity = (table.num_slots + life.placement.may_draw(running)) * size
         most = min(num_ahead, life.lifetime_tokens - end, capacity - end, running.num_unmasked)
-        if most <= 0 or end < life.num_expected or not life.placement.may_draft:
+        if most <= 0 or end < life.num_expected or not life.placement.most_drafts(running):
             return 0
         wanted = blocks_for(end + most, size) - table.num_slots
         if wanted > 0 and not (self._may_draw and self._running.try_draw(running, wanted)):

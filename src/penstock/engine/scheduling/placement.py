@@ -3,6 +3,7 @@ ordinary requests: all of it is on the device while they run."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +33,6 @@ class Placement:
     """Has no state of a request: one serves all ordinary ones. `Windowed` overrides it for models whose
     tokens see only the last ones, `Deep` for a request that has only its last blocks on the device."""
 
-    may_draft = True  # drafts may be verified for it
     # Blocks that it has on the device at most, however long it gets. None: all of its blocks.
     fixed_blocks: int | None = None
     saves_rest = True  # a retraction saves its last blocks, too, though they are not full
@@ -63,7 +63,7 @@ class Placement:
         match = ledger.match(keys, waiting.lease, waiting.want)
         if not life.computes and not match.pending and self._may_lease(waiting, match):
             # There was no lease, the device lost the blocks before it, or it has expired: ask again.
-            waiting.leased_at = match.num_blocks
+            waiting.leased_at = self.num_here(match)
             self._lease_again(waiting)
             match = ledger.match(keys, waiting.lease, waiting.want)
         return match
@@ -77,13 +77,18 @@ class Placement:
         """True if colder tiers may have blocks that neither the device nor the lease covers. They are asked
         once for each length of the device's match, so a waiting request does not ask in every plan."""
         prefix, lease = waiting.life.prefix, waiting.lease
-        if prefix is None or match.num_blocks == len(prefix.keys):
+        num_here = self.num_here(match)
+        if prefix is None or num_here == len(prefix.keys):
             return False
         if lease is not None and lease.expired:
             return True  # a request may wait longer than its lease lasts
-        if match.num_blocks == waiting.leased_at:
+        if num_here == waiting.leased_at:
             return False
-        return lease is None or lease.num_from(match.num_blocks) == 0
+        return lease is None or lease.num_from(num_here) == 0
+
+    def num_here(self, match: Match) -> int:
+        """Leading blocks on the device, of use or not."""
+        return match.num_blocks
 
     def _lease_again(self, waiting: WaitingRequest, whole: bool = False) -> None:
         """Ask colder tiers what they have of it now; of all its blocks if `whole`."""
@@ -155,6 +160,10 @@ class Placement:
         """How many of its next `num_tokens` come before a boundary at which a chunk has to end."""
         return num_tokens
 
+    def most_drafts(self, running: RunningRequest) -> int:
+        """Drafts that may be verified with its next token."""
+        return sys.maxsize
+
     def computed(self, running: RunningRequest, fence: Fence | None) -> None:
         """A step with tokens of it was read; `fence` follows the step."""
 
@@ -163,7 +172,8 @@ class Placement:
         return False
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
-        """Where tokens `start` to `end` and `room` more are, and the context of these tokens."""
+        """Where tokens `start` to `end` and `room` more are, and the context of these tokens. The real start
+        may be as many tokens earlier as drafts of it are not verified yet (`num_drafted`)."""
         return Placed(running.table.slots(end + room))
 
     def take_scores(self, given: PartScores) -> None:

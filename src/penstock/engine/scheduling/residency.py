@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -299,6 +300,16 @@ class Scorings:
         return self.num_taken % RECALL_EVERY == FIRST_RECALL
 
 
+class AroundDrafts(NamedTuple):
+    """Of a chunk: drafts before it that are not verified yet, and slots for drafts after it."""
+
+    num_unsure: int = 0
+    room: int = 0
+
+
+NO_DRAFTS = AroundDrafts()
+
+
 class ResidentSet:
     """The resident set of one request, from its admission until it leaves. It does not outlive a retraction
     and is not shared; the next turn of the conversation gets a `KeptContext`."""
@@ -351,7 +362,15 @@ class ResidentSet:
         num = max(-(-num_short // size), min(num_wanted, num_spare))
         return max(0, min(num * size, self.scorings.num_whole - table.num_paged))
 
-    def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
+    def place(
+        self,
+        table: Table,
+        start: int,
+        end: int,
+        may_score: bool,
+        may_read: bool,
+        drafts: AroundDrafts = NO_DRAFTS,
+    ) -> Placed:
         """Place the context of tokens `start` to `end`. `may_score`: no other chunk of the step asks for
         scores. `may_read`: the step may read host memory; it does so now and then to measure recall. Raises
         InvariantBroken if its tokens would miss parts that every step needs."""
@@ -359,7 +378,7 @@ class ResidentSet:
             raise InvariantBroken(
                 f"{table.num_paged} blocks of a scored request are paged out, which are no whole parts"
             )
-        tail, self._is_filling = table.slots(end), False
+        tail, self._is_filling = table.slots(end + drafts.room), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
             scoring = None
@@ -368,7 +387,7 @@ class ResidentSet:
             return Placed(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
-        scoring = self.scorings.of_later(table, tail, start, may_score)
+        scoring = self.scorings.of_later(table, tail, start - drafts.num_unsure, may_score)
         if not self.shows_needed(table):
             if not may_read:
                 raise InvariantBroken(

@@ -208,7 +208,11 @@ class Scheduler:
         if takes_room:
             num_tokens = room.size(running.num_planned, num_due)
         if num_tokens and placement.fixed_blocks is not None:
-            num_tokens = placement.num_fitting(running, num_tokens, step, self._steps.last_fence)
+            num_fitting = placement.num_fitting(
+                running, num_tokens + len(drafts), step, self._steps.last_fence
+            )
+            drafts = drafts[: max(0, num_fitting - num_tokens)]
+            num_tokens = min(num_tokens, num_fitting)
         if num_tokens <= 0:
             return  # it takes part in a later step
         if not self._draw(running, num_tokens + len(drafts)):

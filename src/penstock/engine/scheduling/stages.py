@@ -19,6 +19,7 @@ from penstock.contract import (
     Prefix,
     PromptLogprobs,
     Request,
+    StateSearch,
     Table,
     Want,
 )
@@ -139,6 +140,7 @@ class WaitingRequest:
     leased_at: int = -1
     prefetch: Prefetch | None = None  # its read into host memory
     may_prefetch: bool = True  # no prefetch was tried yet, or more may come
+    search: StateSearch | None = None  # for the state of its prefix in cold tiers; None: not begun, or none
 
     @property
     def request(self) -> Request:

@@ -61,12 +61,12 @@ class NextStep:
         samples = end == len(known) + life.num_in_flight and request.sampling.max_tokens > 0
         num_logits = 1 + num_drafts if samples else 0
         tokens, end = tokens + drafts, end + num_drafts
+        placed = life.placement.place(running, start, end, room, self)
         num_unsure, running.num_drafted = running.num_drafted, num_drafts
         running.num_pending = self.num_ahead if num_logits else 0
         running.num_planned = end
         life.num_in_flight += num_logits
         self._wait_for(running)
-        placed = life.placement.place(running, start, end, room, self)
         self.scores |= placed.scoring is not None and placed.scoring.num_parts > 0
         writes = start >= running.num_cached
         next_token = known[end] if end < len(known) else 0

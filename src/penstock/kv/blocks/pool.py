@@ -267,6 +267,14 @@ class BlockPool:
         return self.index.find_last(keys, num)
 
     @_locked
+    def find_deepest(self, keys: Sequence[bytes]) -> int:
+        """Length of the longest prefix of `keys` whose last block is here, whether those before it are or
+        not; 0: none. For pools whose depths are such lengths."""
+        sealed = self.depths[self.index.sealed]
+        depths = np.unique(sealed[(sealed > 0) & (sealed <= len(keys))])[::-1].tolist()
+        return next((depth for depth in depths if keys[depth - 1] in self.index.slot_of), 0)
+
+    @_locked
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key, or -1."""
         return list(map(self.index.slot_of.get, keys, repeat(_NOT_HERE)))

@@ -175,19 +175,22 @@ class ColdLanes:
 
 
 # Of one tier: a disk needs several requests in its queue, also while some lanes compute checksums.
-_READERS = _WRITERS = 6
+COLD_LANES = 6  # for reads, and as many for writes
 
 
 def cpu_lanes(
-    store: BlockStore, observer: LaneObserver | None = None, transfers: TransferObserver | None = None
+    store: BlockStore,
+    observer: LaneObserver | None = None,
+    transfers: TransferObserver | None = None,
+    num: int = COLD_LANES,
 ) -> ColdLanes:
-    """New lanes for `store`."""
+    """New lanes for `store`: `num` for reads, and as many for writes."""
 
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
 
     asker = None if store.local else lanes("ask", 1)[0]
-    return ColdLanes(lanes("read", _READERS), lanes("write", _WRITERS), asker, transfers)
+    return ColdLanes(lanes("read", num), lanes("write", num), asker, transfers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract import Fence
 from penstock.errors import InvariantBroken, Leaked
 from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
@@ -71,12 +72,13 @@ def tier_runs(slots: Slots, parts: Sequence[Part], first: int) -> TierRuns:
 
 
 def tiers_of(slots: Slots, parts: Sequence[Part], first: int) -> Slots:
-    """By block from number `first` on: 0 for host memory, the number of the part from 1 on, or ABSENT."""
+    """By block of `slots`, from number `first` on: 0 for host memory, the number of the part from 1 on, or
+    ABSENT."""
     tier_of = np.where(slots == ABSENT, ABSENT, 0)
     for number, part in enumerate(parts, 1):
         if part.finding.ready:
             blocks = np.array(part.blocks[: part.finding.num], np.int64) - first
-            blocks = blocks[blocks >= 0]
+            blocks = blocks[(blocks >= 0) & (blocks < len(slots))]
             tier_of[blocks[slots[blocks] == ABSENT]] = number
     return tier_of
 
@@ -375,9 +377,15 @@ class HostTier:
                 first.reservation = taken.reservation.split(num)
             return first
 
-    def land(self, taken: Taken, places: Sequence[int] | None = None, pinned_by: str = "") -> Pin | None:
+    def land(
+        self,
+        taken: Taken,
+        places: Sequence[int] | None = None,
+        pinned_by: str = "",
+        fence: Fence | None = None,
+    ) -> Pin | None:
         """The bytes at `places` of its keys (None: all) have arrived and can be found from now on. With
-        `pinned_by` they stay pinned."""
+        `pinned_by` they stay pinned. `fence` follows the work that wrote them."""
         with self.pool.lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is None:
@@ -392,7 +400,7 @@ class HostTier:
             if self._pinned.num_owners:
                 self._pinned.landed(keys)
             pin = self.pool.pin(slots, pinned_by) if pinned_by and keys else None
-            hold.end()
+            hold.end(fence)
             return pin
 
     def drop(self, taken: Taken) -> None:

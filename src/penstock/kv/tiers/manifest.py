@@ -55,6 +55,8 @@ class Manifest:
     expires_s: float | None = None
     adapter: str = ""  # its name when the snapshot was taken
     messages: str = ""  # JSON of the conversation, if it was taken from one
+    # with recurrent layers: its KV is of use up to this block, of which a state is kept; 0: all of it is
+    state_blocks: int = 0
 
     @property
     def id(self) -> str:
@@ -72,6 +74,11 @@ class Manifest:
     @property
     def block_keys(self) -> tuple[bytes, ...]:
         return tuple(self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES))
+
+    @property
+    def state_keys(self) -> tuple[bytes, ...]:
+        """Of the state that it pins."""
+        return self.block_keys[self.state_blocks - 1 : self.state_blocks] if self.state_blocks else ()
 
     def has_expired(self, now_s: float) -> bool:
         return self.expires_s is not None and now_s >= self.expires_s
@@ -136,10 +143,10 @@ def _shown(value: str | None) -> str:
 
 
 def pack(manifest: Manifest) -> bytes:
-    facts = json.dumps(
-        {one.name: getattr(manifest, one.name) for one in fields(manifest) if one.name not in _PARTS},
-        default=bytes.hex,
-    )
+    named = {one.name: getattr(manifest, one.name) for one in fields(manifest) if one.name not in _PARTS}
+    if not manifest.state_blocks:  # as before there were states
+        del named["state_blocks"]
+    facts = json.dumps(named, default=bytes.hex)
     parts = facts.encode(), manifest.keys, manifest.tokens, manifest.messages.encode("utf-8", "surrogatepass")
     body = b"".join(parts)
     return _HEAD.pack(_MAGIC, FORMAT, *map(len, parts), checksum(body)) + body
@@ -195,15 +202,17 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
 
 def _made(facts: dict[str, Any], keys: bytes, tokens: bytes, messages: str) -> Manifest:
     read = {name: of(facts[name]) for name, of in _FACTS.items()}
-    made = Manifest(**read, tokens=tokens, keys=keys, messages=messages)
+    state_blocks = int(facts.get("state_blocks", 0))  # earlier versions do not have it
+    made = Manifest(**read, tokens=tokens, keys=keys, messages=messages, state_blocks=state_blocks)
     sizes = (
         len(made.tenant),
         len(made.space),
         len(made.scope),
         len(tokens) % _TOKEN_BYTES,
         0 < made.block_tokens <= _MOST_BLOCK_TOKENS,
+        0 <= state_blocks <= made.num_blocks,
     )
-    if sizes != (TENANT_BYTES, SCOPE_BYTES, SCOPE_BYTES, 0, True):
+    if sizes != (TENANT_BYTES, SCOPE_BYTES, SCOPE_BYTES, 0, True, True):
         raise ValueError("a part of it has another size")
     if not all(map(math.isfinite, (made.created_s, made.expires_s or 0.0))):
         raise ValueError("a time of it is none")

@@ -328,7 +328,6 @@ class ColdReader:
         )
         self._writeback.landed(
             [taken.keys[place] for place in done],
-            [taken.depths[place] for place in done],
             staged.tier.name if is_there_still else "",
         )
         reads.kept += [] if pin is None else [pin]

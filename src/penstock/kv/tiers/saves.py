@@ -358,7 +358,7 @@ class Saves:
                 taken = save.parts.popleft()
                 (self._host.land if error is None else self._host.drop)(taken)
                 if error is None:
-                    self._writeback.landed(taken.keys, taken.depths)
+                    self._writeback.landed(taken.keys)
 
     def _end(self, save: Save) -> None:
         self._land(save)

@@ -92,6 +92,16 @@ class BlockStore(Protocol):
         """Idempotent. No call is in flight."""
 
 
+@runtime_checkable
+class SparseStore(Protocol):
+    """A store that finds a block behind others that it lacks. It keeps states of recurrent layers: there is
+    one of few boundaries."""
+
+    def find_last(self, keys: Sequence[bytes]) -> int:
+        """Length of the longest prefix of `keys` whose last key is there; 0: none. May be a guess, like
+        `find`."""
+
+
 class Written(enum.Enum):
     """Outcome of writing a manifest."""
 

@@ -32,7 +32,7 @@ class Persisting:
     durable there, or when that has failed."""
 
     saved: Settling | None  # the save that must land first
-    keys: dict[bytes, int]  # blocks to write, with depths
+    keys: dict[bytes, None]  # blocks to write, in order
     # keys that were not submitted yet
     unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))
     # keys that could not be written, or left host memory before they were
@@ -59,12 +59,12 @@ class Writeback:
         self.num_emptied = 0
         self.persisting: list[Persisting] = []
         # slices to write in later turns
-        self.later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()
+        self.later: deque[tuple[ColdTier, Sequence[bytes]]] = deque()
         self.unwanted: set[bytes] = set()  # keys of ended closed scopes, while saves are in flight
         self._host = host
         self._admission = admission
-        # depth by key, of host blocks that the first cold tier is not known to have
-        self._dirty: dict[bytes, int] = {}
+        # keys of host blocks that the first cold tier is not known to have, in order
+        self._dirty: dict[bytes, None] = {}
         self._writing: set[bytes] = set()  # keys of these that are being written
         # `num_emptied` at submission, by write to the first tier in flight
         self._emptied_before: dict[Writing, int] = {}
@@ -81,38 +81,33 @@ class Writeback:
 
     # ------------------------------------------------------------------------------------ host memory changes
 
-    def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
+    def landed(self, keys: Sequence[bytes], source: str = "device") -> None:
         """Blocks have landed in host memory from `source`; write those that admission selects."""
         self._rests = False
         if self._unshared or self.unwanted:
             self._host.forget([key for key in keys if key in self.unwanted])
             closed = self._unshared | self.unwanted
-            shared = [place for place, key in enumerate(keys) if key not in closed]
-            keys, depths = [keys[place] for place in shared], [depths[place] for place in shared]
+            keys = [key for key in keys if key not in closed]
         for tier in self.cold.values():
             if tier.name == source:
                 continue
             if tier is self.first:
-                self._dirty.update(zip(keys, depths, strict=True))
+                self._dirty.update(dict.fromkeys(keys))
             if tier is not self.first or self._admission == "always":
-                self._write_in_slices(tier, keys, depths)
+                self._write_in_slices(tier, keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Blocks in host memory were used again."""
         if self._admission == "reuse" and self.cold:
             dirty = [key for key in keys if key in self._dirty and key not in self._writing]
-            self._write_in_slices(self.first, dirty, [self._dirty[key] for key in dirty])
+            self._write_in_slices(self.first, dirty)
 
     def recheck(self, keys: Sequence[bytes]) -> None:
         """Those of `keys` in host memory that the disk has evicted since become dirty again."""
         if self.cold and isinstance(store := self.first.calls.store, PinningStore):
             places = zip(keys, self._host.has_each(keys), store.has_each(keys), strict=True)
-            lacking = {
-                key: depth
-                for depth, (key, is_here, is_there) in enumerate(places)
-                if is_here and not is_there
-            }
-            self._dirty = {**lacking, **self._dirty}
+            lacking = [key for key, is_here, is_there in places if is_here and not is_there]
+            self._dirty = {**dict.fromkeys(lacking), **self._dirty}
 
     def begin_unshared(self, keys: Sequence[bytes]) -> None:
         """Only their request knows these keys, and only in this process: they are never written to cold
@@ -159,11 +154,11 @@ class Writeback:
         if self._admission == "evict" and not self._rests and not self._writing:
             self._clean()
         if self.later:
-            tier, keys, depths = self.later.popleft()
+            tier, keys = self.later.popleft()
             if tier is self.first:  # it may have been written meanwhile
                 self._write_dirty([key for key in keys if key in self._dirty])
             else:
-                self._write(tier, keys, depths)
+                self._write(tier, keys)
         for one in self.persisting:
             self._advance_persisting(one)
         self.persisting = [one for one in self.persisting if not one.settled]
@@ -178,31 +173,27 @@ class Writeback:
             dirty = [key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]
             self._rests = self._write_dirty(dirty) is None
 
-    def _write_in_slices(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int]) -> None:
+    def _write_in_slices(self, tier: ColdTier, keys: Sequence[bytes]) -> None:
         """The first slice now, the others in later turns."""
         for start in range(0, len(keys), _WRITE_AT_ONCE):
-            part = slice(start, start + _WRITE_AT_ONCE)
+            part = keys[start : start + _WRITE_AT_ONCE]
             if start:
-                self.later.append((tier, keys[part], depths[part]))
+                self.later.append((tier, part))
             else:
-                self._write(tier, keys[part], depths[part])
+                self._write(tier, part)
 
     def _write_dirty(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
         wanted = [key for key in keys if key not in self._writing]
-        return self._write(self.first, wanted, [self._dirty[key] for key in wanted], must) if wanted else None
+        return self._write(self.first, wanted, must) if wanted else None
 
-    def _write(
-        self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int], must: bool = False
-    ) -> Writing | None:
+    def _write(self, tier: ColdTier, keys: Sequence[bytes], must: bool = False) -> Writing | None:
         slots, pin = self._host.pin_each(keys, f"write to {tier.name}")
         if pin is None:
             return None
-        here = [place for place, slot in enumerate(slots) if slot != ABSENT]
+        here = [key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT]
         writing = None
         try:
-            writing = tier.try_write(
-                [keys[place] for place in here], [depths[place] for place in here], pin.slots, pin, must
-            )
+            writing = tier.try_write(here, self._host.pool.depths[pin.run].tolist(), pin.slots, pin, must)
         finally:
             if writing is None:
                 pin.end()
@@ -237,7 +228,7 @@ class Writeback:
         self.num_emptied += 1
         self._writing.clear()
         shared = itertools.filterfalse(self._unshared.__contains__, self._host.pool.keys())
-        self._dirty = {**dict.fromkeys(shared, 0), **self._dirty}
+        self._dirty = {**dict.fromkeys(shared), **self._dirty}
 
     # ------------------------------------------------------------------------------------------------ persist
 
@@ -259,7 +250,7 @@ class Writeback:
             # Start with the blocks that are dirty now: `saved` has landed, or the tier was emptied. Blocks
             # evicted unwritten meanwhile are lost.
             one.lost = {key for key in one.lost if key not in self._dirty}
-            one.keys = {**dict.fromkeys(one.lost, 0), **self._dirty}
+            one.keys = {**dict.fromkeys(one.lost), **self._dirty}
             one.unwritten = iter(one.keys)
             one.sync, one.num_emptied = None, self.num_emptied
         if one.sync is None:

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 SECTOR_BYTES = 4096  # alignment of addresses, lengths and offsets for O_DIRECT, on every device in use
 LOCK_BYTES = 4096  # generous size of the lock file
 FULL = (errno.ENOSPC, errno.EDQUOT)
+STATES_FOLDER = "states"  # a directory of its own for states of recurrent layers, beside the files of blocks
 _ROOM_BYTES = 64 << 10  # the smallest buffer of a thread
 _MAX_MANIFEST_BYTES = 1 << 30  # a larger file is not a manifest
 _LOCK = "lock"

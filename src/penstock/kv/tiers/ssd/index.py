@@ -93,6 +93,14 @@ class SlotIndex:
                 self._pool.note_hits(slots)
             return len(slots)
 
+    def find_last(self, keys: Keys) -> int:
+        """Length of the longest prefix whose last key is here. It counts as used."""
+        with self._lock:
+            num = self._pool.find_deepest(keys)
+            if num:
+                self._pool.note_hits(self._pool.find(keys[num - 1 : num]))
+            return num
+
     def find_each(self, keys: Keys) -> list[int]:
         """The slot of each key, or ABSENT."""
         with self._lock:

@@ -278,6 +278,9 @@ class SsdStore:
     def find(self, keys: Keys) -> int:
         return self._now.index.find(keys) if self._is_open else 0
 
+    def find_last(self, keys: Keys) -> int:
+        return self._now.index.find_last(keys) if self._is_open else 0
+
     def usage(self) -> StoreUsage:
         num_keys = self._now.index.num_keys if self._is_open else 0
         return StoreUsage(num_keys, max(num_keys, self._now.segments.num_usable))

@@ -18,6 +18,7 @@ from penstock.errors import SnapshotRefused, StoreFailed
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
 from penstock.kv.tiers.ssd.directory import (
     SECTOR_BYTES,
+    STATES_FOLDER,
     Directory,
     open_directory,
     usable,
@@ -91,34 +92,56 @@ class Survey:
     def num_blocks(self) -> int:
         return sum(space.num_blocks for space in self.spaces.values())
 
+    def take_in(self, states: Survey) -> None:
+        """The findings in the folder of states, which are blocks of a space of their own."""
+        self.num_segments += states.num_segments
+        self.num_slots += states.num_slots
+        self.file_bytes += states.file_bytes
+        self.spaces |= states.spaces
+        self.num_older += states.num_older
+        if self.num_good is not None:
+            self.num_good += states.num_good or 0
+        damage = (self.damaged, states.damaged), (self.corrupt, states.corrupt), (self.torn, states.torn)
+        for own, found in damage:
+            own += [f"{STATES_FOLDER}/{line}" for line in found]
+
 
 def inspect(directory: str | Path, progress: Progress = lambda done, total: None) -> Survey:
     """Heads only. Raises ConfigError if there is no cache, or an engine uses it."""
-    with _locked(directory) as opened:
-        return _Surveyor(opened, progress, payloads=False).survey()
+    return _of_both(directory, lambda opened: _Surveyor(opened, progress, payloads=False).survey())
 
 
 def verify(directory: str | Path, progress: Progress) -> Survey:
     """Every byte of every block. Raises ConfigError if there is no cache, or an engine uses it."""
-    with _locked(directory) as opened:
-        return _Surveyor(opened, progress, payloads=True).survey()
+    return _of_both(directory, lambda opened: _Surveyor(opened, progress, payloads=True).survey())
 
 
 def clear(directory: str | Path, progress: Progress) -> Survey:
     """Remove all files of the cache, of every space; other files in the directory stay. Returns what there
     was, in files and bytes."""
+    return _of_both(directory, lambda opened: _cleared(opened, progress))
+
+
+def _cleared(opened: Directory, progress: Progress) -> Survey:
+    segments = opened.segment_files().values()
+    manifests = [*opened.snapshot_files().values(), *opened.unfinished_files()]
+    found = Survey(opened.path, len(segments), snapshots=[SnapshotSurvey(path.name) for path in manifests])
+    files = [*segments, *manifests, *opened.token_files()]
+    for done, path in enumerate(files, 1):
+        found.file_bytes += path.lstat().st_size
+        opened.unlink(path)
+        progress(done, len(files))
+    os.fsync(opened.fd)
+    return found
+
+
+def _of_both(directory: str | Path, look: Callable[[Directory], Survey]) -> Survey:
+    """The cache, and the folder in it with states of recurrent layers, if there is one."""
     with _locked(directory) as opened:
-        segments = opened.segment_files().values()
-        manifests = [*opened.snapshot_files().values(), *opened.unfinished_files()]
-        found = Survey(
-            opened.path, len(segments), snapshots=[SnapshotSurvey(path.name) for path in manifests]
-        )
-        files = [*segments, *manifests, *opened.token_files()]
-        for done, path in enumerate(files, 1):
-            found.file_bytes += path.lstat().st_size
-            opened.unlink(path)
-            progress(done, len(files))
-        os.fsync(opened.fd)
+        found = look(opened)
+        if (opened.path / STATES_FOLDER).is_dir():
+            with _locked(opened.path / STATES_FOLDER) as states:
+                found.take_in(look(states))
         return found
 
 
