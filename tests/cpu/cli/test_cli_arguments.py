@@ -22,6 +22,7 @@ from penstock.config import (
     LoraConfig,
     ModelSource,
     OffloadConfig,
+    RanksConfig,
     SanitizeConfig,
     ServerConfig,
     SpeculationConfig,
@@ -109,7 +110,7 @@ def test_a_command_that_needs_another_word_shows_its_help(penstock, command):
         ("serve --prot 80", "did you mean --port?", "serve"),
         ("bench decode --batc=3", "did you mean --batch?", "bench decode"),
         ("cache inspect --kv-offload-ssd-dir x --jsn y", "did you mean --json?", "cache inspect"),
-        ("serve m --tensor-parallel-size 2", "--tensor-parallel-size is vLLM's; here: none: one", "serve"),
+        ("serve m --tensor-parallel-size 2", "is vLLM's; here: --tensor-parallel (", "serve"),
         ("serve --gpu_memory_utilization=0.9", "here: --device-kv-gib", "serve"),
         ("serve --max-num-seqs 4 --port 1", "--max-num-seqs is vLLM's; here: --max-batch", "serve"),
         ("serve --xyzzy", "error: unrecognized arguments: --xyzzy (see", "serve"),
@@ -139,7 +140,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
     found = parsers(cli.make_parser())
-    assert len(found) == 21
+    assert len(found) == 22
     for parser in found:
         for action in parser._actions:
             flag = "/".join(action.option_strings) or action.dest
@@ -186,7 +187,8 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         "--kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 --sanitize strict "
         "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
-        "--trace trace.json --trace-mib 9 --kv-offload-states-gib 1.5 --state-every 64"
+        "--trace trace.json --trace-mib 9 --kv-offload-states-gib 1.5 --state-every 64 "
+        "--tensor-parallel 4 --rank-timeout-s 9"
     )
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
@@ -200,6 +202,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         LoraConfig((("a", "one"), ("org/b", "two=2")), "adapters"),
         SpeculationConfig("draft:d", 3),
         TraceConfig("trace.json", 9),
+        RanksConfig(4, 9.0),
     )
     adapters = "--lora a=one --lora org/b=two=2"
     assert config_by(f"serve {given} {adapters} --lora-dir adapters") == expected
