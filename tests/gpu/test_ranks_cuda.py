@@ -80,9 +80,10 @@ def test_a_prefix_returns_from_host_memory_beside_captured_collectives(
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() > 1, reason="each has a GPU")
-def test_two_ranks_share_one_gpu_by_gloo() -> None:
-    plain = build_ranks(1, **CUDA)
-    pair = build_ranks(2, host_blocks=200, **CUDA)
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_two_ranks_share_one_gpu_by_gloo(model: str) -> None:
+    plain = build_ranks(1, model, **CUDA)
+    pair = build_ranks(2, model, host_blocks=200, **CUDA)
     assert not pair.parts.executor.target.replays.buckets
     for name in ("greedy", "random", "penalties", "logprobs"):
         right, found = (

@@ -191,6 +191,7 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> d
         "dtype": layout.dtype,
         "weights": engine.parts.weights,
         **threads,
+        **({} if engine.parts.ranks.size == 1 else {"ranks": engine.parts.ranks.size}),
         "kv": ", ".join(sizes),
         "block_tokens": layout.block_tokens,
         "max_model_len": engine.max_model_len,

@@ -101,15 +101,10 @@ class Opened:
 
 
 def open_cache(
-    config: Config,
-    group: KvGroup,
-    scope: Scope,
-    at: Device,
-    observers: Observers = _UNOBSERVED,
+    config: Config, group: KvGroup, scope: Scope, at: Device, observers: Observers = _UNOBSERVED
 ) -> Opened:
     """The blocks of the device, and the tiers that `config` names."""
-    device, num_blocks = at.device, at.num_blocks
-    layout = group.layout
+    (device, num_blocks, moves), layout = at, group.layout
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
     if reports is not None:
@@ -129,16 +124,12 @@ def open_cache(
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
     state_arena = _state_arena(config, group, device)
     # may raise; before anything runs
-    stored = replace(group, layout=at.moves.stored or layout)
+    stored = replace(group, layout=moves.stored or layout)
     stores, state_stores = _open_both(config, scope, stored, reports)
     host = _open_host(config, host_arena, device, observers)
-    movers = make_movers(arena, host_arena, observers, checks, at.moves.make_mover)
-    cold = [
-        open_cold(
-            at.moves.through(one, host_arena), host_arena, _limits_of(one, host_arena, config), observers
-        )
-        for one in stores
-    ]
+    movers = make_movers(arena, host_arena, observers, checks, moves.make_mover)
+    parts = [moves.through(one, host_arena) for one in stores]
+    cold = [open_cold(one, host_arena, _limits_of(one, host_arena, config), observers) for one in parts]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))
     events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
     states = None
