@@ -72,6 +72,7 @@ class Side:
     def __init__(self, name: str, command: list[str], threads: int = 1, **environment: str) -> None:
         self.name = name
         self._started_s = time.perf_counter()
+        self._ended = False
         pipe, own = subprocess.PIPE, {"OMP_NUM_THREADS": str(threads), **environment}
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env={**os.environ, **own}
@@ -82,7 +83,7 @@ class Side:
         return time.perf_counter() - self._started_s
 
     def ask(self, *words: object) -> Any:
-        print(*words, file=self._process.stdin, flush=True)
+        self.send(*words)
         return self.answer()
 
     def answer(self) -> Any:
@@ -92,7 +93,20 @@ class Side:
             raise SystemExit(f"{self.name} ended with {self._process.wait()}")
         return json.loads(line)
 
+    def send(self, *words: object) -> None:
+        """`answer` waits for the end of it."""
+        print(*words, file=self._process.stdin, flush=True)
+
+    def kill(self) -> None:
+        """With -9, if it has not ended. `close` does nothing then."""
+        self._process.kill()
+        self._process.wait()
+        self._ended = True
+
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        if self._ended:
+            return
+        self._ended = True
+        self._process.communicate(timeout=60)
         if self._process.returncode:
             raise SystemExit(self._process.returncode)

@@ -4,6 +4,7 @@ then steps of a whole engine with random weights.
 
     PYTHONPATH=src python3 benchmarks/experts.py --part kernels
     PYTHONPATH=src python3 benchmarks/experts.py --part engine
+    PYTHONPATH=src python3 benchmarks/experts.py --part pool --json experts-pool.json
 
 Limits: a step that decodes has to read the experts that its tokens hit (as routed in the measured step), the
 attention's matrices, the head and the KV once; a prompt takes two operations for each weight that a token
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from driver import flags, show, text, write
+from experts_pool import pool
 from penstock.bench.run import Driver
 from penstock.engine.build import build
 from penstock.flags import config_of
@@ -324,13 +326,29 @@ KERNEL_COLUMNS = (
     ("limit us", "limit_us", 1),
 )
 ENGINE_COLUMNS = (text("step", "what"), ("ms", "ms", 2), ("limit ms", "limit_ms", 2), ("hit", "hit", 1))
+POOL_COLUMNS = (
+    text("routing", "routing"),
+    text("resident %", "share"),
+    text("what", "what"),
+    ("ms", "ms", 2),
+    ("limit ms", "limit_ms", 2),
+    ("times the limit", "times", 2),
+    ("hit rate", "hit_rate", 3),
+    ("recall", "recall", 3),
+    ("waited ms", "waited_ms", 2),
+)
 
 
 def main() -> None:
     parser = flags(
         __doc__,
         engine=True,
-        part=("kernels", "kernels or engine"),
+        part=("kernels", "kernels, engine or pool"),
+        shares=([100.0, 50.0, 25.0], "of a pool: percentages of all experts that are resident"),
+        routings=(["uniform", "zipf"], "of a pool: how tokens are routed"),
+        batches=([1, 8, 32], "of a pool: requests that decode"),
+        prompts=([8192, 32768], "of a pool: tokens of prompts"),
+        written=(48, "of a pool: steps that decode"),
         tokens=([1, 32, 128, 8192, 8, 512, 2048], "of kernels: numbers of tokens"),
         limit_s=(70.0, "of kernels: after so long, only the tiles that are kept are measured"),
     )
@@ -344,6 +362,13 @@ def main() -> None:
         kv_offload=False,
     )
     args = parser.parse_args()
+    if args.part == "pool":
+        if args.max_model_len == PREFILL + 512:
+            args.max_model_len = max(args.prompts) + 512
+        rows = pool(args)
+        show(rows, POOL_COLUMNS)
+        write(args.json, rows)
+        return
     with torch.inference_mode():
         rows = kernels(args) if args.part == "kernels" else engine(args)
     if args.part == "kernels":

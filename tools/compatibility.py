@@ -42,17 +42,6 @@ PARTS: dict[str, type[Any]] = {
     "`thinking` of `/v1/messages`": messages.ThinkingOptions,
     **{f"a block of the type `{kind.__struct_config__.tag}`": kind for kind in get_args(messages.Block)},
 }
-# Fields of OpenAI's and vLLM's APIs that the schema has never heard of. One that it learns leaves this list
-# by itself.
-ELSEWHERE = (
-    "allowed_token_ids", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "include_reasoning",
-    "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs",
-    "request_id",
-    "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs",
-)  # fmt: skip
-
-
 # Of a type that one word does not describe.
 SOME = {
     "context_management": "edits of the type `clear_thinking_20251015`, or none",
@@ -63,8 +52,6 @@ SOME = {
 
 def tables() -> str:
     lines = [*_shared()]
-    told = {*hints(schema.CompletionBody), *hints(schema.ChatBody), *(row.path for row in ignored.ROWS)}
-    lines += ["", f"Refused, since unknown: {_listed([name for name in ELSEWHERE if name not in told])}."]
     for path, body in DOORS.items():
         lines += ["", f"`{path}`: {_listed(_honoured(body))}."]
     lines += ["", "### Taken without effect", "", *_taken_whatever_they_say()]

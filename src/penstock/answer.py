@@ -117,6 +117,7 @@ class Answer:
         self.text = ""  # as far as it was read
         self.tokens: list[int] = []  # of the text
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
+        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self._figures = Figures(len(prompt), KvSource(computed=len(prompt)))
         self._request_id = ""
         self._submitted_s = 0.0
@@ -170,6 +171,8 @@ class Answer:
         figures = self._figures
         if event.source is not None:
             figures.kv_source = event.source
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         if event.finish is FinishReason.ERROR:
             raise StepFailed(event.error or "the generation failed")
         if figures.finish:

@@ -26,6 +26,8 @@ ResidencyName = Literal["exact", "scored"]
 ScorerName = Literal["qk", "lru"]
 AdmissionName = Literal["always", "reuse", "evict"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
+ExpertOrderName = Literal["lfu", "lru", "none"]
+EXPERT_ORDERS: tuple[ExpertOrderName, ...] = get_args(ExpertOrderName)  # which experts stay on the device
 
 # Built-in models: the one with weights, and those for dummy weights (`models.registry` has their dimensions).
 EMBEDDED = "smollm2-135m"
@@ -201,6 +203,11 @@ class ModelSource(Settings):
     download: bool = setting(
         True, "fetch nothing: a model that is not on this machine is an error", name="no_download"
     )
+    # for tests: what is beyond is as if it were not there
+    device_memory_gib: float | None = setting(
+        None, "use so much of the GPU's memory, as if it had no more", rule="positive"
+    )
+    experts_in_host: bool = False  # where the device has a pool of them
 
     def check_together(self) -> None:
         own = f"{self.positions} positions: only dummy weights can have others than the model's own"
@@ -438,6 +445,56 @@ class SpeculationConfig(Settings):
     @property
     def drafts(self) -> int:
         return 0 if self.kind is None else self.max_drafts or PROPOSERS[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig(Settings):
+    """Experts that need not be on the device, and a record of which ones tokens run through."""
+
+    on_device: str | None = setting(
+        None,
+        "keep all experts in host memory and so many of them on the device: GiB such as 8, a share such as "
+        "25%%, or auto: what KV leaves free (unset: all are on the device)",
+        name="experts_on_device",
+        metavar="X",
+    )
+    order: ExpertOrderName = setting(
+        "lfu",
+        "which experts stay on the device: the most used, the last used, the first that came",
+        name="experts_policy",
+        needs="on_device",
+    )
+    guesses: bool = setting(
+        True,
+        "copy experts only when a layer wants them, and none that the next layer is likely to want",
+        name="no_experts_prefetch",
+    )
+    record: str | None = setting(
+        None,
+        "write there which experts each step runs tokens through, for bench routing; steps are not captured",
+        name="record_routing",
+        metavar="FILE",
+    )
+
+    def check_together(self) -> None:
+        _need(self.guesses or self.on_device is not None, "--no-experts-prefetch needs --experts-on-device")
+        self.wanted_bytes(1)
+
+    def wanted_bytes(self, all_bytes: int) -> int | None:
+        """Of the experts on the device, where all take `all_bytes`. None: as many as there is room for."""
+        text = self.on_device
+        if text is None:
+            return all_bytes
+        if text == "auto":
+            return None
+        try:
+            number = float(text.removesuffix("%"))
+        except ValueError:
+            number = math.nan
+        most = 100.0 if text.endswith("%") else math.inf
+        must = "--experts-on-device must be GiB such as 8, a share such as 25%, or auto"
+        _need(0 < number <= most and number < math.inf, f"{must}, got {text!r}")
+        return int(all_bytes * number / 100) if text.endswith("%") else int(number * GIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,6 +742,7 @@ class Config:
     lora: LoraConfig = LoraConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig = TraceConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     ranks: RanksConfig = RanksConfig()
 
     def shown(self) -> dict[str, Any]:

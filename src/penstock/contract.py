@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol, TypeVar, overload
@@ -28,6 +28,9 @@ MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
 MAX_PRIORITY = 2**31 - 1  # magnitude
 MAX_RETAIN_S = 86_400.0
 MAX_GRAMMAR_CHARS = 1 << 16
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS = 256  # each becomes up to two sequences of tokens
+MAX_BAD_WORD_CHARS = 256
 
 T = TypeVar("T")
 
@@ -118,6 +121,10 @@ class SamplingParams:
     min_tokens: int = 0  # only a grammar ends the answer earlier
     # (token id, value added to its logit after penalties)
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: frozenset[int] | None = None  # all others are masked; None: no token is
+    bad_words: tuple[str, ...] = ()  # never written; the engine makes `bad_token_ids` of them
+    # sequences whose last token is masked after the others
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None  # masks the tokens that it forbids, and ends the answer
     thought: Thought | None = None  # the grammar applies to the text after the reasoning
 
@@ -154,6 +161,7 @@ class SamplingParams:
             raise InvalidRequest(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, each once", "logit_bias")
         for _, bias in self.logit_bias:
             _range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        self._check_rules()
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos cannot be combined with structured output, which says when an answer is over",
@@ -164,14 +172,52 @@ class SamplingParams:
                 f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", "structured_outputs"
             )
 
+    def _check_rules(self) -> None:
+        allowed, words = self.allowed_token_ids, self.bad_words
+        if allowed is not None and not 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
+            raise InvalidRequest(
+                f"allowed_token_ids takes 1 to {MAX_ALLOWED_TOKEN_IDS} different ids, got {len(allowed)}",
+                "allowed_token_ids",
+            )
+        if len(words) > MAX_BAD_WORDS or not all(0 < len(word) <= MAX_BAD_WORD_CHARS for word in words):
+            raise InvalidRequest(
+                f"bad_words takes at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARS} characters",
+                "bad_words",
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
     @property
+    def rules_out(self) -> bool:
+        """True if tokens are masked by their ids."""
+        return self.allowed_token_ids is not None or bool(self.bad_token_ids)
+
+    @property
     def masked_from(self) -> int | None:
         """Number of generated tokens after which sampling waits for a mask. None: it never waits."""
-        return 0 if self.grammar is not None else None if self.thought is None else self.thought.most
+        if self.grammar is not None or self.rules_out:
+            return 0
+        return None if self.thought is None else self.thought.most
+
+    def spelled(
+        self, bad_token_ids: Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]
+    ) -> SamplingParams:
+        """With the tokens of its bad words, unless it has them."""
+        if not self.bad_words or self.bad_token_ids:
+            return self
+        return replace(self, bad_token_ids=bad_token_ids(self.bad_words))
+
+    def check_ids(self, vocab: int) -> None:
+        """Refuses token ids that a model of `vocab` tokens does not have, and rules that leave no token."""
+        allowed = self.allowed_token_ids
+        for name, ids in (("logit_bias", dict(self.logit_bias)), ("allowed_token_ids", allowed)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise InvalidRequest(f"token ids of {name} must lie between 0 and {vocab - 1}", name)
+        never = {some[0] for some in self.bad_token_ids if len(some) == 1}
+        if allowed is not None and never.issuperset(allowed):
+            raise InvalidRequest("bad_words rules out every token of allowed_token_ids", "bad_words")
 
 
 def _range(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:
@@ -348,6 +394,11 @@ class PromptLimits(NamedTuple):
     vocab: int
     kv_tokens: int  # that fit into device memory, or into host memory if sequences may be paged out
 
+    @property
+    def num_fitting(self) -> int:
+        """Tokens of a prompt and its answer that there is room for."""
+        return min(self.max_model_len, self.kv_tokens)
+
     def checked(
         self, prompt: Sequence[int], sampling: SamplingParams
     ) -> tuple[list[int], NDArray[np.uint32]]:
@@ -373,10 +424,7 @@ class PromptLimits(NamedTuple):
             known = None
         if known is None or int(known.max()) >= self.vocab:
             raise InvalidRequest(f"token ids must lie between 0 and {self.vocab - 1}", "prompt")
-        if any(not 0 <= token < self.vocab for token, _ in sampling.logit_bias):
-            raise InvalidRequest(
-                f"token ids of logit_bias must lie between 0 and {self.vocab - 1}", "logit_bias"
-            )
+        sampling.check_ids(self.vocab)
         if total > self.kv_tokens:
             raise InvalidRequest(
                 f"{total} tokens do not fit into the {self.kv_tokens} of KV memory", "max_tokens"
@@ -391,6 +439,10 @@ class TokenLogprob(NamedTuple):
     logprob: float
     rank: int  # 1: the likeliest
     top: tuple[tuple[int, float], ...]
+
+    def with_top(self, num: int) -> TokenLogprob:
+        """With that many alternatives at most."""
+        return self if len(self.top) <= num else self._replace(top=self.top[:num])
 
 
 def _same(one: tuple[object, ...], other: object) -> bool:

@@ -66,6 +66,22 @@ class ResidencyFigures:
     recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
 
 
+@dataclass(slots=True)
+class ExpertFigures:
+    """Of experts that come and go. Totals that never fall, but for the first two."""
+
+    num_slots: int = 0
+    num_experts: int = 0  # of all layers
+    hit: int = 0  # that a layer wanted and that were on the device, or on their way
+    missed: int = 0  # that a layer wanted and that were not
+    guessed: int = 0  # that were copied before a layer wanted them
+    guesses_used: int = 0  # of these, wanted before they left
+    foreseen: int = 0  # that a layer wanted and that the router saw one layer before
+    foreseeable: int = 0  # that a layer wanted where the router was applied before
+    copied_bytes: int = 0
+    waited_s: float = 0.0  # of steps, for copies of what they missed
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFigures:
     """A snapshot of the known conversations. Numbers only: names may be secrets."""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from penstock.config import (
     Config,
     EngineConfig,
+    ExpertsConfig,
     KvConfig,
     LoraConfig,
     ModelSource,
@@ -42,6 +43,7 @@ TITLES = {
     OffloadConfig: "KV offload",
     EngineConfig: "scheduling",
     SpeculationConfig: "speculative decoding",
+    ExpertsConfig: "experts",
     SanitizeConfig: "safety",
     TraceConfig: "trace",
     RanksConfig: "several processes",
@@ -283,6 +285,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "kv_offload_ssd_dir": _named,
     "kv_offload_remote": _store_url,
     "trace": lambda text: str(new_file(text)),
+    "record_routing": lambda text: str(new_file(text)),
 }
 
 
@@ -303,7 +306,8 @@ VLLM = {
     "block-size": "`--block-tokens`",
     "enable-prefix-caching no-enable-prefix-caching": "on; `--no-prefix-cache` turns it off",
     "kv-offloading-size swap-space cpu-offload-gb": (
-        "`--kv-offload-host-gib`: GiB of host memory for KV; for weights there is none"
+        "`--kv-offload-host-gib`: GiB of host memory for KV; of weights only experts may be there: "
+        "`--experts-on-device`"
     ),
     "kv-events-config": "`--kv-events`, `--kv-events-replay`, `--kv-events-topic`",
     "kv-transfer-config kv-offloading-backend": "`--kv-offload-ssd-dir`, `--kv-offload-remote`",

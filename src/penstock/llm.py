@@ -59,6 +59,8 @@ class Completion:
     prompt_tokens: int
     kv_source: KvSource  # where the prompt's KV came from, in tokens
     logprobs: list[TokenLogprob] | None  # of each token, if SamplingParams.logprobs is set
+    # of each prompt token but the first, if SamplingParams.prompt_logprobs is set
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -66,6 +68,7 @@ class AnswerOptions(TypedDict, total=False):
 
     adapter: str | None
     snapshot: str | None
+    truncate_prompt_tokens: int | None  # keep that many tokens of the prompt, the last; -1: what fits
 
 
 class LLM:
@@ -271,6 +274,7 @@ class _Prompts:
         sampling: Sampling,
         adapter: str | None = None,
         snapshot: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Answer:
         loaded, before = self.adapter(adapter), []
         if snapshot is not None:
@@ -284,11 +288,26 @@ class _Prompts:
                     f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot"
                 )
         tokens = before + self.tokens(is_chat, prompt, add_special=snapshot is None)
+        if truncate_prompt_tokens is not None:
+            tokens = self._truncated(tokens, truncate_prompt_tokens, sampling, snapshot)
         if sampling is None:  # as far as the context goes
             sampling = SamplingParams(**self._engine.sampling)
             room = self._engine.max_model_len - len(tokens)
             sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
         return Answer(self._engine, tokens, sampling, loaded, begins=is_chat)
+
+    def _truncated(self, tokens: list[int], most: int, sampling: Sampling, snapshot: str | None) -> list[int]:
+        name, limits = "truncate_prompt_tokens", self._engine.limits
+        if snapshot is not None:
+            message = f"{name} and snapshot cannot be combined: the snapshot comes first"
+            raise InvalidRequest(message, name)
+        if most < -1 or most == 0:
+            raise InvalidRequest(f"{name} must be at least 1, or -1 for what fits, got {most}", name)
+        if most == -1:
+            half = limits.num_fitting // 2
+            room = min(SamplingParams().max_tokens, half) if sampling is None else sampling.max_tokens
+            most = max(1, limits.num_fitting - room)
+        return tokens[-most:]
 
     def adapter(self, name: str | None) -> Adapter | None:
         if name is None:
@@ -317,7 +336,8 @@ def _try_begin(answer: Answer, alone: bool) -> bool:
 
 def _completion(answer: Answer) -> Completion:
     text, of = "".join(answer.pieces()), answer.figures()
-    return Completion(text, answer.tokens, of.finish, of.prompt_tokens, of.kv_source, answer.logprobs)
+    scores = answer.logprobs, answer.prompt_logprobs
+    return Completion(text, answer.tokens, of.finish, of.prompt_tokens, of.kv_source, *scores)
 
 
 def _pieces(answer: Answer) -> Iterator[str]:

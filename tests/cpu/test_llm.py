@@ -4,6 +4,7 @@ the end of it."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import re
@@ -103,6 +104,37 @@ def test_logprobs_belong_to_the_tokens_also_before_a_stop_string(llm: LLM) -> No
     assert cut.finish == "stop" and cut.text == whole.text[: whole.text.index(stop)]
     assert cut.logprobs is not None and len(cut.logprobs) == len(cut.tokens) < 40
     assert llm.generate("hello", GREEDY).logprobs is None
+
+
+def test_scores_of_the_prompt_come_with_the_answer(llm: LLM) -> None:
+    ids = llm.encode("hello")
+    answer = llm.generate("hello", SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2))
+    first, *scores = answer.prompt_logprobs or ()
+    assert first is None and [one.token for one in scores if one] == ids[1:]
+    assert all(one is not None and len(one.top) == 2 for one in scores)
+    assert llm.generate("hello", GREEDY).prompt_logprobs is None
+
+
+def test_only_allowed_tokens_come_and_bad_words_never_do(llm: LLM) -> None:
+    some = SamplingParams(max_tokens=12, temperature=0.0, allowed_token_ids=frozenset(b"abcd"))
+    free = llm.generate("hello", some)
+    assert set(free.text) <= set("abcd") and free.finish == "length"
+    word = free.text[2:4]
+    found = llm.generate("hello", dataclasses.replace(some, bad_words=(word,)))
+    assert word in free.text and word not in found.text and len(found.text) == 12
+    assert "".join(llm.stream("hello", dataclasses.replace(some, bad_words=(word,)))) == found.text
+
+
+def test_the_last_tokens_of_a_prompt_are_kept(llm: LLM) -> None:
+    ids, long = llm.encode("hello"), llm.encode("x" * (llm.max_model_len + 9))
+    assert llm.generate(ids, GREEDY, truncate_prompt_tokens=3) == llm.generate(ids[-3:], GREEDY)
+    assert llm.generate(ids, GREEDY, truncate_prompt_tokens=-1) == llm.generate(ids, GREEDY)
+    assert llm.generate(long, GREEDY, truncate_prompt_tokens=-1).prompt_tokens == llm.max_model_len - 8
+    say = [{"role": "user", "content": "x" * (llm.max_model_len + 9)}]
+    assert llm.chat(say, GREEDY, truncate_prompt_tokens=20).prompt_tokens == 20
+    for most in (0, -2):
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens"):
+            llm.generate(ids, GREEDY, truncate_prompt_tokens=most)
 
 
 def test_without_parameters_an_answer_fits_the_context(llm: LLM) -> None:

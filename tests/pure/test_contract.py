@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from penstock.contract import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -62,6 +65,11 @@ GOOD: list[tuple[str, Any]] = [
     ("thought", Thought(3, True, (), (1,))),
     ("logit_bias", ((0, -100.0), (7, 100.0))),
     ("logit_bias", tuple((token, 0.0) for token in range(MAX_LOGIT_BIAS))),
+    ("allowed_token_ids", None),
+    ("allowed_token_ids", frozenset(range(MAX_ALLOWED_TOKEN_IDS))),
+    ("bad_words", ("a" * MAX_BAD_WORD_CHARS,)),
+    ("bad_words", ("a",) * MAX_BAD_WORDS),
+    ("bad_token_ids", ((1, 2), (3,))),
     ("grammar", None),
     ("grammar", Grammar("regex", "a" * MAX_GRAMMAR_CHARS)),
 ]
@@ -105,6 +113,11 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", ((0, math.inf),)),
     ("logit_bias", ((3, 1.0), (3, 2.0))),
     ("logit_bias", tuple((token, 0.0) for token in range(MAX_LOGIT_BIAS + 1))),
+    ("allowed_token_ids", frozenset()),
+    ("allowed_token_ids", frozenset(range(MAX_ALLOWED_TOKEN_IDS + 1))),
+    ("bad_words", ("",)),
+    ("bad_words", ("a" * (MAX_BAD_WORD_CHARS + 1),)),
+    ("bad_words", ("a",) * (MAX_BAD_WORDS + 1)),
 ]
 
 
@@ -127,7 +140,7 @@ def test_a_value_beyond_the_edge_is_the_callers_fault_and_names_its_field(name: 
 def test_every_field_with_a_range_is_in_both_tables() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos", "grammar", "thought"}
+    assert {name for name, _ in BAD} == names - {"ignore_eos", "grammar", "thought", "bad_token_ids"}
 
 
 def test_a_grammar_has_a_longest_text_and_says_itself_when_an_answer_is_over() -> None:

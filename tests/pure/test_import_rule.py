@@ -27,6 +27,7 @@ LAYERS = (
     ),
     (
         "penstock.lanes",
+        "penstock.experts",
         "penstock.kv.blocks",
         "penstock.kv.memory",
         "penstock.models",
@@ -57,6 +58,7 @@ LAYERS = (
                 "pace",
                 "parts",
                 "recurrent",
+                "routed",
                 "sessions",
                 "cache_calls",
                 "stats",
@@ -84,6 +86,7 @@ NO_TORCH = (
     "penstock.sanitizer",
     "penstock.trace",
     "penstock.text",
+    "penstock.experts",
     "penstock.plugins",
     *PURE_SPECULATION,
 )

@@ -48,12 +48,14 @@ CLIENTS = (
     Client(
         "langchain", "langchain_client.py", ("langchain-openai", "langchain-anthropic"), "langchain-openai"
     ),
+    Client("langchain (JS)", "langchain_js.mjs", ("@langchain/openai", "@langchain/core"), kind="npm"),
     Client("llm", "llm_client.py", ("llm",)),
     Client("instructor", "instructor_client.py", ("instructor",)),
     Client(
         "pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]",), "pydantic-ai-slim"
     ),
     Client("openai-agents", "agents_client.py", ("openai-agents",)),
+    Client("openai-agents (JS)", "openai_agents.mjs", ("@openai/agents", "zod"), kind="npm"),
     Client("smolagents", "smolagents_client.py", ("smolagents[openai]",), "smolagents"),
     Client(
         "llama-index",
@@ -62,6 +64,9 @@ CLIENTS = (
         "llama-index-llms-openai-like",
     ),
     Client("dspy", "dspy_client.py", ("dspy",)),
+    Client("haystack", "haystack_client.py", ("haystack-ai",)),
+    Client("crewai", "crewai_client.py", ("crewai",)),
+    Client("guidance", "guidance_client.py", ("guidance", "openai")),
     Client(
         "Vercel AI SDK",
         "vercel_ai.mjs",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -108,10 +108,14 @@ def _use(pool: BlockPool, keys: Sequence[bytes]) -> int:
 
 
 def next_uses(trace: Trace) -> list[int]:
-    """For each use of a block, in order, the index of its next use; the number of uses if there is none."""
-    keys = [key for prompt in trace.prompts for key in prompt]
+    """For each use of a block, in order, the index of its next use."""
+    return following_uses([key for prompt in trace.prompts for key in prompt])
+
+
+def following_uses(keys: Sequence[Hashable]) -> list[int]:
+    """For each use of a key, the index of its next use; the number of uses if there is none."""
     never = len(keys)
-    following: dict[bytes, int] = {}
+    following: dict[Hashable, int] = {}
     uses = [never] * never
     for place in range(never - 1, -1, -1):
         uses[place] = following.get(keys[place], never)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.config import EVICTIONS
+from penstock.config import EVICTIONS, EXPERT_ORDERS
 from penstock.errors import ConfigError
 from penstock.flags import (
     add_flags,
@@ -158,6 +158,56 @@ def _trace(args: argparse.Namespace) -> int:
     return 0
 
 
+def _orders(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in EXPERT_ORDERS]:
+        refused(f"there is no rule {unknown[0]!r}, only {', '.join(EXPERT_ORDERS)}")
+    return names
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(one) for one in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < share <= 100 for share in shares):
+        refused(f"{text!r} is not a list of percentages above 0 and at most 100")
+    return tuple(dict.fromkeys(shares))
+
+
+def _add_routing(parser: Any, group: Any) -> None:
+    text = "a file of --record-routing"
+    parser.add_argument("trace", type=Path, metavar="TRACE", help=text)
+    options = {"type": _orders, "default": ",".join(EXPERT_ORDERS), "metavar": "NAME,NAME"}
+    parser.add_argument("--policies", help="which experts stay: the rules to replay", **options)
+    text = "percentages of all experts that the device has room for"
+    parser.add_argument("--shares", type=_shares, default="12.5,25,50,75", metavar="X,X", help=text)
+    parser.set_defaults(run=_routing)
+
+
+def _routing(args: argparse.Namespace) -> int:
+    """Here, as `_trace` is."""
+    from penstock.bench.report import print_table, require_matplotlib
+    from penstock.bench.routing import RoutingReport, measure
+    from penstock.experts.routing import read_routing
+    from penstock.progress import ProgressBar
+
+    if args.plot is not None:
+        require_matplotlib()
+    trace = read_routing(args.trace, args.steps)
+    with ProgressBar() as bar:
+        report = RoutingReport(trace, measure(trace, args.policies, args.shares, bar))
+    print(report.title)
+    for note in report.notes():
+        print(note)
+    print_table(*report.table())
+    if args.json is not None:
+        report.write(args.json)
+    if args.plot is not None:
+        report.draw(args.plot)
+    return 0
+
+
 # -------------------------------------------------------------------------------------------------- the kinds
 
 KINDS = {
@@ -246,6 +296,14 @@ KINDS = {
         ),
         engine=False,
         add_more=_add_trace,
+    ),
+    "routing": BenchKind(
+        "hit rates of rules for experts",
+        "Replay recorded routing against rules for which experts stay on the device: how many of those that "
+        "tokens hit each rule finds there, beside the best that any could. Needs no model.",
+        (("--steps", "only the first N (unset: all)", None, positive),),
+        engine=False,
+        add_more=_add_routing,
     ),
     "restore": BenchKind(
         "decoding beside a restore",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock import __version__
-from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
+from penstock.config import FEWEST_RESIDENT, GIB, Config, ExpertsConfig, ModelSource
 from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore, open_store
@@ -37,6 +37,14 @@ from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.paging import PagedPass, PagedReads
 from penstock.engine.execution.passes import STATES, Pass, PoisonPass, SettlePass, StatePass, StepLimits
+from penstock.engine.execution.pooled import (
+    ExpertMemory,
+    ExpertPool,
+    PooledForward,
+    routed_layers,
+    with_choices,
+)
+from penstock.engine.execution.recorded import RoutingCounts, RoutingPass
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
@@ -49,6 +57,7 @@ from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
 from penstock.engine.parts import EngineParts
 from penstock.engine.recurrent import for_recurrent
+from penstock.engine.routed import all_expert_bytes, for_experts, num_expert_slots
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import (
     LOST_QUANTILE,
@@ -59,17 +68,28 @@ from penstock.engine.scheduling.lengths import (
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
+from penstock.experts.order import ORDERS
+from penstock.experts.routing import RoutingWriter
+from penstock.experts.slots import ExpertSlots
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import Device, KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
-from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
+from penstock.kv.memory import (
+    BlockLayout,
+    DeviceArena,
+    HostArena,
+    StateLayout,
+    free_bytes,
+    limit_memory,
+)
 from penstock.lanes import cuda
-from penstock.lanes.cuda import make_lane
+from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
+from penstock.lanes.launched import LaunchedLane
 from penstock.models.adapters import blank_weights, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
-from penstock.models.loader import LoadedModel, inspect_model, load_model
+from penstock.models.loader import LoadedModel, ModelFacts, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence, Split
 from penstock.models.progress import Progress, silent
@@ -158,12 +178,30 @@ class _Setup:
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
+    launcher: Lane | None = None  # of lanes whose work waits for what the device computes
+    pool: ExpertPool | None = None
+    routing: RoutingWriter | None = None
     ranks: Ranks = field(default_factory=Alone)
 
     def lane(self, name: str) -> Lane:
-        self.lanes.append(make_lane(name, self.device, all_of(self.observers.lanes)))
-        self.undo.callback(_close, self.lanes[-1].close)
-        return self.lanes[-1]
+        return self._kept(make_lane(name, self.device, all_of(self.observers.lanes)))
+
+    def step_lane(self, name: str) -> Lane:
+        """For work that the engine thread submits. Where experts come and go, a thread launches it."""
+        if not self.config.source.experts_in_host:
+            return self.lane(name)
+        observer = all_of(self.observers.lanes)
+        inner = make_lane(f"{name}, launched", self.device, observer)
+        launcher = self.launcher or make_launcher(inner, observer)
+        lane = self._kept(LaunchedLane(name, inner, launcher, observer))
+        if self.launcher is None:  # behind the first of its lanes, which close in order
+            self.launcher = self._kept(launcher)
+        return lane
+
+    def _kept(self, lane: Lane) -> Lane:
+        self.lanes.append(lane)
+        self.undo.callback(_close, lane.close)
+        return lane
 
 
 class _Models(NamedTuple):
@@ -173,6 +211,8 @@ class _Models(NamedTuple):
     proposer: DraftHead | DraftModel | None
     group: KvGroup  # of all layers
     num_blocks: int
+    experts: ExpertMemory | None = None  # None: all are on the device
+    routing: RoutingCounts | None = None  # None: nothing is recorded
 
     @property
     def target(self) -> Decoder:
@@ -275,6 +315,8 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
             scoring=scoring,
             observers=setup.observers,
             trace=trace,
+            experts=setup.pool,
+            routing=setup.routing,
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,
@@ -293,8 +335,10 @@ def _prompt_limits(cache: KvCache, max_model_len: int, vocab: int) -> PromptLimi
 def _models(setup: _Setup) -> _Models:
     config, device = setup.config, setup.device
     _check_deterministic(config, device)
+    config = setup.config = _with_experts(setup)
     loaded = _load(setup, config.source, config.source.deterministic)
     config = setup.config = for_recurrent(config, loaded.model.config)
+    experts, routing = _expert_memory(setup, loaded.model), _routing_counts(setup, loaded)
     proposer = _head(config, loaded) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = layout_for(config, loaded.model.config, device, own_dims)
@@ -303,10 +347,69 @@ def _models(setup: _Setup) -> _Models:
     )
     num_blocks = _num_blocks(config, layout, loaded.model)
     num_blocks = setup.ranks.num_blocks(loaded.model.digest, num_blocks, setup.progress)
-    models = _Models(loaded, proposer, group, num_blocks)
+    model = with_choices(loaded.model, experts is not None, config.experts.guesses, routing)
+    models = _Models(replace(loaded, model=model), proposer, group, num_blocks, experts, routing)
     # raises before memory is allocated
     _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
     return models
+
+
+def _with_experts(setup: _Setup) -> Config:
+    """Before weights are read: where they are depends on it."""
+    config, device = setup.config, setup.device
+    if (gib := config.source.device_memory_gib) is not None:
+        if device.type != "cuda":
+            raise ConfigError(f"--device-memory-gib {gib:g} needs --device cuda")
+        limit_memory(device, int(gib * GIB))
+    if config.experts == ExpertsConfig():
+        return config
+    return _as_routed(config, inspect_model(config.source, config.engine.max_model_len), device)
+
+
+def _as_routed(config: Config, facts: ModelFacts, device: torch.device) -> Config:
+    dtype, room = _dtype(config, device), None
+    if config.experts.on_device is not None:
+        rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
+        room = _room_for_experts(config, free_bytes(device) - rest, facts.config, device)
+    return for_experts(config, facts.config, dtype, room)
+
+
+def _room_for_experts(config: Config, free: float, dims: ModelConfig, device: torch.device) -> int | None:
+    """Bytes of `free` that --experts-on-device auto takes: what KV leaves, or half where no size is given.
+    None: any number, on a CPU."""
+    if device.type != "cuda":
+        return None
+    free -= _CUDA_SPARE_GIB * GIB + _working_bytes(config, dims, device)
+    kv_bytes = free / 2
+    if config.kv.device_blocks is not None:
+        kv_bytes = config.kv.device_blocks * layout_for(config, dims, device).block_bytes
+    elif config.kv.device_gib is not None:
+        kv_bytes = config.kv.device_gib * GIB
+    return max(0, int(free - kv_bytes))
+
+
+def _routing_counts(setup: _Setup, loaded: LoadedModel) -> RoutingCounts | None:
+    config, routing = setup.config.experts, loaded.model.config.routing
+    if config.record is None or routing is None:
+        return None
+    layers = [one.index for one in routed_layers(loaded.model)]
+    about = {"experts": routing.num_experts, "top_k": routing.top_k, "layers": layers}
+    setup.routing = RoutingWriter(config.record, {"model": loaded.name, **about})
+    setup.undo.callback(_close, setup.routing.close)
+    return RoutingCounts(tuple(layers), routing.num_experts, loaded.model.device)
+
+
+def _expert_memory(setup: _Setup, model: Decoder) -> ExpertMemory | None:
+    """Before KV is sized: it takes what is left."""
+    config, device = setup.config, setup.device
+    if not config.source.experts_in_host:
+        return None
+    free = free_bytes(device)
+    room = _room_for_experts(config, free, model.config, device)
+    num_slots = num_expert_slots(config, model.config, model.dtype, room, free)
+    memory = ExpertMemory(model, num_slots)
+    setup.undo.callback(_close, memory.close)
+    return memory
 
 
 def _state_layout(config: Config, dims: ModelConfig) -> StateLayout | None:
@@ -386,7 +489,7 @@ def _executor(
 ) -> Executor:
     """The passes of a step. One for other layers is one more in the list."""
     limits, guard = sizes.limits, storage.guard
-    target, dims, lane = models.target, models.dims, setup.lane("compute")
+    target, dims, lane = models.target, models.dims, setup.step_lane("compute")
     uploads = Uploads(setup.device, lane)
     sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
     rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
@@ -400,7 +503,9 @@ def _executor(
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     states = _states(dims.recurrence, limits, storage.states, sampler)
-    forward = Forward(target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
+    parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
+    pool = _expert_pool(setup, models, lane)
+    forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
     replays = _replays(setup, limits, forward, sampler.pending, lane)
     num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
     paged = _paged(setup, limits, storage.host_arena, forward, (lane, uploads, num_kept))
@@ -409,6 +514,7 @@ def _executor(
     passes: list[Pass | None] = [
         None if guard is None else PoisonPass(guard, limits),
         target_pass,
+        _routing_pass(setup, models, lane),
         state_pass,
         paged,
         PromptLogprobsPass(target, uploads),
@@ -494,6 +600,26 @@ def _replays(setup: _Setup, limits: StepLimits, forward: Forward, pending: Tenso
     return Replays(lane, forward, packer, inputs, buckets, lambda: (pending, *forward.tensors))
 
 
+def _expert_pool(setup: _Setup, models: _Models, lane: Lane) -> ExpertPool | None:
+    """None: all experts are on the device."""
+    memory, config, dims = models.experts, setup.config.experts, models.target.config.routing
+    if memory is None or dims is None or not isinstance(lane, LaunchedLane):
+        return None
+    order = ORDERS[config.order](len(memory.hosted) * dims.num_experts)
+    observer = all_of(setup.observers.pools)
+    slots = ExpertSlots(memory.num_slots, len(memory.hosted), dims.num_experts, order, observer)
+    setup.pool = ExpertPool(memory, slots, setup.lane("experts"), lane.inner, config.guesses)
+    return setup.pool
+
+
+def _routing_pass(setup: _Setup, models: _Models, lane: Lane) -> RoutingPass | None:
+    if models.routing is None or setup.routing is None:
+        return None
+    made = RoutingPass(models.routing, setup.routing, lane)
+    setup.observers += Observers(steps=(made,))
+    return made
+
+
 class _States(NamedTuple):
     """Of the rows and a row of padding, kept ones, and what steps with drafts need. None: there are none."""
 
@@ -541,7 +667,7 @@ def _paged(
     attention, kv = forward.attention, setup.config.kv
     piece_tokens = _CUDA_PIECE_TOKENS if setup.device.type == "cuda" else _CPU_PIECE_TOKENS
     piece_tokens = min(piece_tokens, limits.max_tokens)
-    reads = PagedReads(host_arena, attention, setup.lane("page"), piece_tokens)
+    reads = PagedReads(host_arena, attention, setup.step_lane("page"), piece_tokens)
     return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, *keys))
 
 
@@ -567,7 +693,7 @@ def check_ahead(config: Config) -> None:
     device = device_for(config)
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
-    config = for_recurrent(config, facts.config)
+    config = for_recurrent(_as_routed(config, facts, device), facts.config)
     num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
     split, on_cuda = Split(0, config.ranks.size), device.type == "cuda"
     dims = part_of(facts.config, split)
@@ -580,8 +706,11 @@ def check_ahead(config: Config) -> None:
             num_parameters + draft.num_parameters,
             (f"{facts.name} and of its draft model {draft.name}"),
         )
-    needed = num_parameters * _dtype(config, device).itemsize // (split.size if on_cuda else 1)
-    free = free_bytes(device)
+    dtype, free = _dtype(config, device), free_bytes(device)
+    needed = num_parameters * dtype.itemsize // (split.size if on_cuda else 1)
+    if config.source.experts_in_host and on_cuda:
+        every = all_expert_bytes(facts.config, dtype)
+        needed -= every - (config.experts.wanted_bytes(every) or 0)
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
@@ -654,7 +783,7 @@ def _eagle_dims(config: Config, target: ModelConfig) -> ModelConfig:
 
 
 def _draft_source(config: Config) -> ModelSource:
-    return replace(config.source, model=config.speculation.path or "")
+    return replace(config.source, model=config.speculation.path or "", experts_in_host=False)
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -672,7 +801,8 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
     elif model.device.type == "cuda":
         free = free_bytes(model.device)
         num_bytes = free - max(
-            free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB
+            free * _CUDA_SPARE_SHARE,
+            _working_bytes(config, model.config, model.device) + _CUDA_SPARE_GIB * GIB,
         )
     else:
         num_bytes = CPU_KV_GIB * GIB
@@ -693,14 +823,14 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
     return min(num_blocks, 4 * most)
 
 
-def _working_bytes(config: Config, model: Decoder) -> float:
+def _working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> float:
     """Memory of the largest step besides weights and KV: a few rows per token of its widest layer, and logits
     during sampling."""
-    c = model.config
-    tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
-    per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * model.dtype.itemsize
+    c, item_bytes = dims, _dtype(config, device).itemsize
+    tokens = min(_prefill_chunk(config, device), c.max_position) + config.engine.max_batch
+    per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * item_bytes
     if config.speculation.kind == "eagle":  # three states, side by side, and normalised
-        per_token += 9 * c.hidden * model.dtype.itemsize
+        per_token += 9 * c.hidden * item_bytes
     # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
     num_drafts = _most_step_drafts(config)

@@ -74,6 +74,8 @@ class Engine:
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self.max_open:
             raise Overloaded(f"{self.max_open} requests are open already")
+        if asked.sampling.bad_words:
+            asked = dataclasses.replace(asked, sampling=asked.sampling.spelled(self.tokenizer.bad_token_ids))
         tokens, known = self.limits.checked(asked.prompt, asked.sampling)
         # compiled on the caller's thread, so no other request waits; kept while the request is open
         if (grammar := asked.sampling.grammar) is not None:
@@ -191,6 +193,7 @@ class Engine:
             host_steps=self.turns.num_host_steps,
             drafted=tuple(counts.drafted_by_place),
             accepted=tuple(counts.accepted_by_place),
+            experts=None if self.parts.experts is None else self.parts.experts.figures(),
             sanitizer={}
             if self.parts.sanitizer is None
             else {str(kind): n for kind, n in self.parts.sanitizer.num_by_kind.items()},
@@ -286,6 +289,8 @@ class Engine:
             self.parts.cache.close(None if timeout_s is None else max(0.0, by_s - time.monotonic()))
             for lane in self.parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
+            if self.parts.experts is not None:
+                self.parts.experts.close()
             self.parts.ranks.close()
             self.kv.flushes.end()
             self.parts.executor.masks.close()
@@ -296,6 +301,8 @@ class Engine:
         self._end_all("the engine is closed")
         if self.parts.trace is not None:
             self.parts.trace.close()
+        if self.parts.routing is not None:
+            self.parts.routing.close()
 
     def _end_all(self, why: str) -> None:
         """Fail every waiting caller and end every open request. No events follow."""

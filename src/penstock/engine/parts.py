@@ -11,9 +11,11 @@ from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
+from penstock.engine.execution.pooled import ExpertPool
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.experts.routing import RoutingWriter
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import DeviceArena
 from penstock.lanes.lane import Lane
@@ -50,6 +52,8 @@ class EngineParts:
     observers: Observers
     sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
     trace: TraceFile | None = None  # written by one of the observers
+    experts: ExpertPool | None = None  # None: all experts are on the device
+    routing: RoutingWriter | None = None  # of --record-routing
     speculation: Speculation | None = None  # proposes tokens, if enabled
     threads: ThreadsByLoad | None = None  # compute threads, on a CPU
     ranks: Ranks = field(default_factory=Alone)  # the other processes of this engine, if there are any

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.figures import (
+    ExpertFigures,
     Histogram,
     KvEventFigures,
     ResidencyFigures,
@@ -45,3 +46,4 @@ class EngineStats:
     expected_tokens: dict[str, int] = field(default_factory=dict)  # by route: expected length of an answer
     snapshots: SnapshotFigures = field(default_factory=SnapshotFigures)
     kv_events: KvEventFigures | None = None  # None: nothing is told
+    experts: ExpertFigures | None = None  # None: all are on the device

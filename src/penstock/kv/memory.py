@@ -185,11 +185,24 @@ def _must_fit(num_bytes: int, device: torch.device, name: str, where: str, lower
         ) from None
 
 
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """From now on this process has no more than that of a GPU, whatever the GPU has."""
+    total = torch.cuda.mem_get_info(device)[1]
+    if num_bytes > total:
+        raise ConfigError(
+            f"--device-memory-gib {num_bytes / GIB:g}: {device} has {total / GIB:.1f} GiB in all"
+        )
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on `device` now."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else torch's cached memory would count as used
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, total = torch.cuda.mem_get_info(device)
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        within = share * total - torch.cuda.memory_reserved(device) if share < 1 else free
+        return max(0, int(min(free, within)))
     return int(psutil.virtual_memory().available)
 
 
@@ -386,6 +399,27 @@ def _unregister(address: int, device: torch.device) -> None:
         code = cudart.cudaHostUnregister(address)
         if int(code) != 0:
             _LOG.warning("a piece of host memory could not be unpinned: %s", cudart.cudaGetErrorString(code))
+
+
+class PinnedTensors:
+    """Host memory of tensors that lie on pages of their own, pinned for copies to a GPU until `close`."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Raises ConfigError if they cannot be pinned."""
+        self._device = device
+        self._addresses: list[int] = []
+        self._end = weakref.finalize(self, _unregister_all, self._addresses, device)
+        self._end.atexit = False
+        for tensor in tensors if device.type == "cuda" else ():
+            address = tensor.data_ptr()
+            if (why := _register(address, tensor.numel() * tensor.element_size(), device)) is not None:
+                _unregister_all(self._addresses, device)
+                raise ConfigError(f"--experts-on-device: host memory for experts cannot be pinned: {why}")
+            self._addresses.append(address)
+
+    def close(self) -> None:
+        """Idempotent. No copy may be in flight."""
+        self._end()
 
 
 class ArenaGuard:

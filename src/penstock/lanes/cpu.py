@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.lanes.lane import Capture, Op, Replay, Ticket
+from penstock.lanes.lane import Capture, Op, Replay, Ticket, launched_fence
 from penstock.observe import LaneObserver
 
 log = logging.getLogger(__name__)
@@ -229,11 +229,12 @@ class CpuLane:
         try:
             if error is None and item.after is not None:
                 error = item.after.error()
-            if error is None and isinstance(item.fence, CpuFence):
+            fence = None if error is not None or item.fence is None else launched_fence(item.fence)
+            if isinstance(fence, CpuFence):
                 # It blocks this worker thread. No host thread learns anything by it, so no wait is reported.
-                item.fence.owner.wait_finished(item.fence.number, None, reported=False)
-            elif error is None and item.fence is not None:
-                item.fence.wait_passed()
+                fence.owner.wait_finished(fence.number, None, reported=False)
+            elif fence is not None:
+                fence.wait_passed()
             elif error is None and item.op is not None:
                 if self._observer is not None:
                     self._observer.started(self.name, item.ticket.number)

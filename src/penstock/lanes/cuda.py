@@ -15,7 +15,8 @@ import torch
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuLane
-from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, look_again_s
+from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, launched_fence, look_again_s
+from penstock.lanes.launched import LaunchedLane
 from penstock.observe import LaneObserver
 
 
@@ -186,14 +187,15 @@ class CudaLane:
             return
         if fence.lane == self.name:
             return  # the stream is ordered
-        if not isinstance(fence, CudaFence):
+        point = launched_fence(fence)
+        if not isinstance(point, CudaFence):
             raise InvariantBroken(f"lane {self.name} cannot wait on the device for a fence of {fence.lane}")
         with self._lock:
             # a wait has a number of its own, so that fences before and after it differ
             self._num_submitted += 1
             if self._observer is not None:
                 self._observer.waited(self.name, fence.lane, fence.number)
-        self.stream.wait_event(fence.event)
+        self.stream.wait_event(point.event)
 
     @contextmanager
     def capture(self, label: str) -> Iterator[Capture]:
@@ -288,6 +290,8 @@ def make_lane(
 def as_current(lane: Lane) -> AbstractContextManager[None]:
     """Around a thread's submissions to `lane`, so that it need not switch streams for each op. A lane with
     its own thread needs nothing."""
+    if isinstance(lane, LaunchedLane):
+        return as_current(lane.inner)
     return lane.current() if isinstance(lane, CudaLane) else nullcontext()
 
 

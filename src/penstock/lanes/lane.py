@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.contract import Access, Fence
 from penstock.errors import InvariantBroken
@@ -110,6 +110,19 @@ class Lane(Protocol):
 
     def close(self, timeout_s: float | None = None) -> None:
         """Drain and end; idempotent. Submitting afterwards raises LaneClosed."""
+
+
+@runtime_checkable
+class LateFence(Protocol):
+    """A fence behind work that may not be launched yet."""
+
+    def wait_launched(self) -> Fence:
+        """Block until there is such a point on a lane that the device knows."""
+
+
+def launched_fence(fence: Fence) -> Fence:
+    """One that any lane can wait for on the device. Blocks until the work before it is launched."""
+    return fence.wait_launched() if isinstance(fence, LateFence) else fence
 
 
 # ---------------------------------------------------------------------------------------------------- polling

@@ -3,6 +3,7 @@ architecture says which class computes which layer."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -128,6 +129,12 @@ class Decoder:
             prefix = f"layers.{index}."
             own = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
             self.layers.append(kind.make(index, config, own, ops))
+
+    def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
+        """The same model with other layers; weights are shared."""
+        made = copy.copy(self)
+        made.layers = list(layers)
+        return made
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int32 [T] -> [T, hidden]"""

@@ -40,7 +40,7 @@ class RoutedLayer(DecoderLayer):
         own, device = dict(weights), weights["ffn_norm"].device
         slots = torch.arange(config.routing.num_experts, dtype=torch.int32, device=device)
         router, gate_up, down = (own.pop(name) for name in ("router", "experts_gate_up", "experts_down"))
-        experts = Experts(router, gate_up, down, slots, config.routing)
+        experts = Experts(router, gate_up, down, slots, config.routing, index)
         return super().make(index, config, {**own, "experts": experts}, ops)
 
     def mlp(self, x: Tensor, lora: LoraRuns | None) -> Tensor:

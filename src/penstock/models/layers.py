@@ -4,16 +4,32 @@ KV."""
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.forms import Matrix
-from penstock.models.model import Experts, ModelConfig, Split
+from penstock.models.model import Experts, LayerOps, ModelConfig, Split
 from penstock.models.rotary import plain_frequencies
 
 _GRAIN_VALUES = 32768  # torch gives fewer to one thread
+
+
+class TokenExperts(NamedTuple):
+    """Of each token its experts and their weights, the largest first: both [T, top_k]."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def routed_by(ops: LayerOps, x: Tensor, experts: Experts, shared: Tensor | None) -> Tensor:
+    """`LayerOps.routed` in its four steps."""
+    chosen = ops.choose(x, experts)
+    terms = ops.terms(x, experts, shared is not None)
+    ops.add_terms(x, experts, chosen, terms)
+    return ops.summed(terms, chosen, experts, shared)
 
 
 class TorchLayerOps:
@@ -70,30 +86,39 @@ class TorchLayerOps:
         return x.sigmoid()
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        return routed_by(self, x, experts, shared)
+
+    def terms(self, x: Tensor, experts: Experts, has_shared: bool) -> Tensor:
+        """[T, top_k, hidden]"""
+        return x.new_empty(len(x), experts.routing.top_k, x.shape[1])
+
+    def add_terms(self, x: Tensor, experts: Experts, chosen: TokenExperts, terms: Tensor) -> None:
         """One product for each expert that is hit, of all its tokens."""
-        weights, chosen = self._choice(x, experts)
         num_experts, top_k = experts.routing.num_experts, experts.routing.top_k
-        pairs = chosen.flatten().argsort(stable=True)  # of a token and an expert
-        counts = chosen.flatten().bincount(minlength=num_experts).tolist()
-        found = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device=x.device)
+        pairs = chosen.ids.flatten().argsort(stable=True)  # of a token and an expert
+        counts = chosen.ids.flatten().bincount(minlength=num_experts).tolist()
+        found = terms.view(-1, x.shape[1])
         for slot, own in zip(experts.slots.tolist(), pairs.split(counts), strict=True):
-            if len(own):
+            if len(own) and slot >= 0:
                 inner = self.gated(x[own // top_k], experts.gate_up[slot])
                 found[own] = self.linear(inner, experts.down[slot])
-        terms = found.view(len(x), top_k, -1) * weights.to(x.dtype).unsqueeze(2)
+
+    def summed(self, terms: Tensor, chosen: TokenExperts, experts: Experts, shared: Tensor | None) -> Tensor:
+        terms = terms * chosen.weights.to(terms.dtype).unsqueeze(2)
         total = terms[:, 0]
-        for rank in range(1, top_k):
+        for rank in range(1, experts.routing.top_k):
             total = total + terms[:, rank]
         return total if shared is None else total + shared
 
-    def _choice(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """Of each token its experts and their weights, the largest first: both [T, top_k]."""
+    def choose(self, x: Tensor, experts: Experts) -> TokenExperts:
         router, routing = experts.router, experts.routing
         if not isinstance(router, Matrix):
             router = router.float()
         shares = self.linear(x.float(), router).softmax(dim=-1)
-        weights, chosen = shares.topk(routing.top_k, dim=-1)
-        return weights / weights.sum(dim=-1, keepdim=True) if routing.normalised else weights, chosen
+        weights, ids = shares.topk(routing.top_k, dim=-1)
+        return TokenExperts(
+            ids, weights / weights.sum(dim=-1, keepdim=True) if routing.normalised else weights
+        )
 
 
 class SteadyLayerOps(TorchLayerOps):
@@ -115,6 +140,24 @@ class SteadyLayerOps(TorchLayerOps):
         """As a choice between x and 0: softmax is computed row by row. `Tensor.sigmoid` computes the last
         values of a tensor in another way than those before them."""
         return F.pad(x.unsqueeze(-1), (0, 1)).softmax(dim=-1)[..., 0]
+
+
+class OpsAround:
+    """The pieces of a layer as another `LayerOps` has them, for one that does some of them in another way."""
+
+    def __init__(self, ops: LayerOps) -> None:
+        self.linear, self.linear_shares, self.gated = ops.linear, ops.linear_shares, ops.gated
+        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
+        self.silu_mul, self.sigmoid = ops.silu_mul, ops.sigmoid
+        self.split, self.embed, self.logits, self.whole = ops.split, ops.embed, ops.logits, ops.whole
+        self.terms, self.add_terms, self.summed = ops.terms, ops.add_terms, ops.summed
+        self.ops = ops
+
+    def choose(self, x: Tensor, experts: Experts) -> Any:
+        return self.ops.choose(x, experts)
+
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
+        return routed_by(self, x, experts, shared)
 
 
 _ZERO = torch.zeros(())

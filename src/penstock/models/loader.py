@@ -31,6 +31,7 @@ from penstock.models.split import part_of
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.models.weights import (
+    Devices,
     dummy_digest,
     dummy_weights,
     load_directory,
@@ -40,6 +41,7 @@ from penstock.models.weights import (
     weights_digest,
 )
 
+_HOST = torch.device("cpu")
 # Fields of generation_config.json that are defaults of requests, as vLLM takes them, with their types.
 _SAMPLING: Mapping[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), int | float),
@@ -95,7 +97,7 @@ class _Load:
         forms, tokenizer = self._forms(config, weights), load_tokenizer(path, config)
         config = self._settled(config, tokenizer)
         held = self._split or forms
-        tensors, content = load_directory(path, config, self.device, self.dtype, self.progress, held)
+        tensors, content = load_directory(path, config, self._devices, self.dtype, self.progress, held)
         digest = weights_digest(config, self.dtype, content.values(), forms)
         sampling = read_sampling(path) if self.source.generation_config == "auto" else {}
         model = architecture_of(config).model(self._part(config), tensors, self.ops, digest)
@@ -125,9 +127,9 @@ class _Load:
         config = self._settled(config, tokenizer)
         config = dataclasses.replace(config, max_position=max(config.max_position, positions))
         forms = self._forms(config, "float32" if self.weights == "auto" else self.weights)
-        of = (config, self.source.seed, self.device, self.dtype)
-        digest = dummy_digest(*of, forms)
-        weights = dummy_weights(*of, self.progress, self._split or forms)
+        seed, dtype, held = self.source.seed, self.dtype, self._split or forms
+        digest = dummy_digest(config, seed, self.device, dtype, forms)
+        weights = dummy_weights(config, seed, self._devices, dtype, self.progress, held)
         model = architecture_of(config).model(self._part(config), weights, self.ops, digest)
         return LoadedModel(model, tokenizer, name, self._held(forms), whole=self._whole(config))
 
@@ -151,6 +153,10 @@ class _Load:
     def _settled(self, config: ModelConfig, tokenizer: TextCodec) -> ModelConfig:
         ends = tuple(sorted(tokenizer.eos_ids))
         return dataclasses.replace(config.settled(self.max_model_len), eos_ids=ends)
+
+    @property
+    def _devices(self) -> Devices:
+        return Devices(self.device, _HOST if self.source.experts_in_host else self.device)
 
     def _held(self, forms: Forms | None) -> str:
         return str(forms or self.dtype).removeprefix("torch.")

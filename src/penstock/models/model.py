@@ -149,13 +149,22 @@ class ModelConfig:
 
 class Experts(NamedTuple):
     """The weights of one layer's experts. Expert e is in slot `slots[e]` of both stacks, which on a CPU may
-    be lists of matrices."""
+    be lists of matrices. Below 0: it is in none."""
 
     router: Weight  # [num_experts, hidden]
     gate_up: Any  # [slots, 2 * ffn, hidden]: gate rows, then up rows
     down: Any  # [slots, hidden, ffn]
     slots: Tensor  # int32 [num_experts]
     routing: Routing
+    layer: int = 0
+
+
+class RoutedTokens(Protocol):
+    """Of each token of a step its experts, and what else a device keeps of the choice."""
+
+    @property
+    def ids(self) -> Tensor:
+        """[T, top_k], the likeliest first"""
 
 
 class PagedKv(Protocol):
@@ -221,6 +230,19 @@ class LayerOps(Protocol):
 
     def sigmoid(self, x: Tensor) -> Tensor: ...
 
-    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
         """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in
-        shares. Sums follow the order of a token's experts, never that of the batch."""
+        shares. Sums follow the order of a token's experts, never that of the batch. It is `choose`, `terms`,
+        `add_terms` and `summed`."""
+
+    def choose(self, x: Tensor, experts: Experts) -> Any:
+        """Which experts each token runs through: `RoutedTokens`."""
+
+    def terms(self, x: Tensor, experts: Experts, has_shared: bool) -> Tensor:
+        """Room for what the experts of each token return."""
+
+    def add_terms(self, x: Tensor, experts: Experts, chosen: Any, terms: Tensor) -> None:
+        """Fill in what the experts that are in a slot return. Several calls may fill in all of them."""
+
+    def summed(self, terms: Tensor, chosen: Any, experts: Experts, shared: Tensor | None) -> Tensor:
+        """What `routed` returns, once all terms are filled in."""

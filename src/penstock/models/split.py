@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -202,5 +202,17 @@ class SplitOps:
     def sigmoid(self, x: Tensor) -> Tensor:
         return self.ops.sigmoid(x)
 
-    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
         return self.whole(self.ops.routed(x, experts, shared))
+
+    def choose(self, x: Tensor, experts: Experts) -> Any:
+        return self.ops.choose(x, experts)
+
+    def terms(self, x: Tensor, experts: Experts, has_shared: bool) -> Tensor:
+        return self.ops.terms(x, experts, has_shared)
+
+    def add_terms(self, x: Tensor, experts: Experts, chosen: Any, terms: Tensor) -> None:
+        self.ops.add_terms(x, experts, chosen, terms)
+
+    def summed(self, terms: Tensor, chosen: Any, experts: Experts, shared: Tensor | None) -> Tensor:
+        return self.whole(self.ops.summed(terms, chosen, experts, shared))

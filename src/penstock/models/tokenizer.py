@@ -171,6 +171,20 @@ class TextCodec(Protocol):
             return self.encode_apart(chat.render_apart(messages, True, controls, tools, how), most)
         return self.encode(chat.render(messages, True, tools=tools, how=how), False, most)
 
+    def bad_token_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that `bad_words` stands for, as vLLM defines it: each word as it is, and
+        with a blank before it where that is as many tokens with another first one."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip()
+            plain, spaced = (tuple(self.encode(text, add_special=False)) for text in (bare, f" {bare}"))
+            if not plain:
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens in this model", "bad_words")
+            found[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found[spaced] = None
+        return tuple(found)
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         kept = [id for id in ids if not (skip_special and self.is_special(id))]
         pieces = list(map(self.token_bytes, kept))

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.models.model import Experts
+from penstock.models.model import Experts, Routing
 
 Sized = TypeVar("Sized")
 
@@ -38,7 +38,11 @@ class RouterTile(NamedTuple):
     shares: int  # parts of the input that logits are computed from
 
 
-ROUTER_DEPTH = 128  # values of the input that a program of the router holds at a time
+# Values of the input that a program of the router holds at a time; fewer if there are so many experts, or
+# numbers so wide, that they would not fit into a multiprocessor's memory.
+ROUTER_DEPTH = 128
+ROUTER_STAGES = 3  # tiles of the router in flight
+ROUTER_BYTES = 224 << 10
 # by tokens at most; the last is for all larger ones
 ROUTER_TILES = {16: RouterTile(16, 16), 512: RouterTile(16, 8), 1024: RouterTile(64, 2)}
 PLACED = {1024: 8, 2048: 32}  # tokens that a program places, by tokens at most as well
@@ -324,6 +328,8 @@ def gated_experts_kernel(
     slot = tl.load(slots_ptr + expert).to(tl.int64)
     x_at = x_ptr + (pairs // TOP_K)[:, None] * WIDTH + depths[None, :]
     gate_at = weight_ptr + slot * (2 * FFN * WIDTH) + columns[:, None] * WIDTH + depths[None, :]
+    if slot < 0:
+        return
     if WEIGHTS_LEFT:
         gate = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
         up = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
@@ -381,6 +387,8 @@ def down_experts_kernel(
     slot = tl.load(slots_ptr + expert).to(tl.int64)
     x_at = x_ptr + rows[:, None].to(tl.int64) * FFN + depths[None, :]
     weight_at = weight_ptr + slot * (WIDTH * FFN) + columns[:, None] * FFN + depths[None, :]
+    if slot < 0:
+        return
     if WEIGHTS_LEFT:
         total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
     else:
@@ -412,7 +420,8 @@ def gated_pair_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Program (i, j): its columns of silu(gate) * up of the only token's expert j. The input is that of the
-    router, which has ended when this begins; so only its choice is waited for."""
+    router, which has ended when this begins; so only its choice is waited for. All its experts are
+    in slots."""
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     depths = tl.arange(0, DEPTH)
     inside = (columns < FFN)[:, None] & (depths < WIDTH)[None, :]
@@ -477,20 +486,34 @@ def plan_for(num_pairs: int, num_experts: int) -> ExpertPlan:
 def routed(x: Tensor, experts: Experts, shared: Tensor | None, plan: ExpertPlan | None = None) -> Tensor:
     """[top_k, T, hidden] in shares, and one more that is `shared`."""
     x, routing = x.contiguous(), experts.routing
-    num_tokens, hidden = x.shape
-    out = x.new_empty(routing.top_k + (shared is not None), num_tokens, hidden)
+    out = x.new_empty(routing.top_k + (shared is not None), *x.shape)
     if shared is not None:
         out[-1].copy_(shared)
-    if num_tokens == 1 and plan is None:
-        pair_products(x, experts, choose(x, experts, False), out)
-    elif num_tokens:
-        plan = plan or plan_for(num_tokens * routing.top_k, routing.num_experts)
-        choice = choose(x, experts, plan.is_sorted)
-        down(gated(x, experts, choice, plan), experts, choice, plan, out)
+    if len(x):
+        sorts = sorts_pairs(len(x), routing) if plan is None else plan.is_sorted
+        products(x, experts, choose(x, experts, sorts), out, plan)
     return out
 
 
+def sorts_pairs(num_tokens: int, routing: Routing) -> bool:
+    """Whether the pairs of so many tokens are sorted by expert."""
+    return num_tokens > 1 and plan_for(num_tokens * routing.top_k, routing.num_experts).is_sorted
+
+
+def products(
+    x: Tensor, experts: Experts, choice: Chosen, out: Tensor, plan: ExpertPlan | None = None
+) -> None:
+    """What the experts that are in a slot return, to the first shares of `out`."""
+    x, routing = x.contiguous(), experts.routing
+    if len(x) == 1 and plan is None:
+        pair_products(x, experts, choice, out)
+    elif len(x):
+        plan = plan or plan_for(len(x) * routing.top_k, routing.num_experts)
+        down(gated(x, experts, choice, plan), experts, choice, plan, out)
+
+
 def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Chosen:
+    x = x.contiguous()
     routing, num_tokens, overlaps = experts.routing, len(x), _overlaps(x.is_cuda)
     num, top_k = routing.num_experts, routing.top_k
     sizes = {"NUM": num, "PADDED": max(16, triton.next_power_of_2(num))}
@@ -544,14 +567,22 @@ def _logits(x: Tensor, router: Tensor, sizes: Mapping[str, int], overlaps: bool)
         WIDTH=width,
         SHARE=width // num_shares,
         TILE_ROWS=tile.rows,
-        DEPTH=ROUTER_DEPTH,
+        DEPTH=_router_depth((sizes["PADDED"] + tile.rows) * x.element_size()),
         PRECISION=_precision(x),
         OVERLAP=overlaps,
         num_warps=4,
-        num_stages=3,
+        num_stages=ROUTER_STAGES,
         launch_pdl=overlaps,
     )
     return out
+
+
+def _router_depth(row_bytes: int) -> int:
+    """`row_bytes`: of one value of each expert and of each token."""
+    depth = ROUTER_DEPTH
+    while depth > 16 and ROUTER_STAGES * depth * row_bytes > ROUTER_BYTES:
+        depth //= 2
+    return depth
 
 
 def pair_products(

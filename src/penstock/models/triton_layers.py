@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.models import triton_experts
 from penstock.models.model import Experts, Split
+from penstock.models.triton_experts import Chosen
 
 SILU_TILE = 1024  # values per program
 
@@ -251,6 +252,21 @@ class TritonLayerOps:
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         return triton_experts.routed(x, experts, shared)
+
+    def choose(self, x: Tensor, experts: Experts) -> Chosen:
+        return triton_experts.choose(x, experts, triton_experts.sorts_pairs(len(x), experts.routing))
+
+    def terms(self, x: Tensor, experts: Experts, has_shared: bool) -> Tensor:
+        return x.new_empty(experts.routing.top_k + has_shared, *x.shape)
+
+    def add_terms(self, x: Tensor, experts: Experts, chosen: Chosen, terms: Tensor) -> None:
+        triton_experts.products(x, experts, chosen, terms)
+
+    def summed(self, terms: Tensor, chosen: Chosen, experts: Experts, shared: Tensor | None) -> Tensor:
+        """In shares, `shared` the last."""
+        if shared is not None:
+            terms[-1].copy_(shared)
+        return terms
 
 
 def _tile_rows(x: Tensor) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -44,6 +45,17 @@ _NAMED = 6  # tensors listed in an error before the rest is only counted
 Pieces = Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]  # of a part: ranges of its rows, their values
 
 
+class Devices(NamedTuple):
+    """Where the tensors of a model are: experts may be on another device than the rest. All are laid out as
+    on `device`."""
+
+    device: torch.device
+    experts: torch.device
+
+    def of(self, weight: WeightSpec) -> torch.device:
+        return self.experts if weight.num_slots else self.device
+
+
 class LoadedWeights(NamedTuple):
     """Weights on the device, and their source."""
 
@@ -55,7 +67,7 @@ class LoadedWeights(NamedTuple):
 def load_directory(
     directory: Path,
     config: ModelConfig,
-    device: torch.device,
+    device: torch.device | Devices,
     dtype: torch.dtype,
     progress: Progress,
     held: Forms | Split | None = None,
@@ -210,7 +222,7 @@ class RankPart(NamedTuple):
     config: ModelConfig
     split: Split
 
-    def empty(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def empty(self, device: torch.device | Devices, dtype: torch.dtype) -> Tensor:
         """Room for it."""
         shapes = (cut.shape(part.shape) for cut, part in zip(self.cuts, self.weight.parts, strict=True))
         parts = (part._replace(shape=shape) for part, shape in zip(self.weight.parts, shapes, strict=True))
@@ -243,15 +255,25 @@ class RankPart(NamedTuple):
         return out
 
 
-def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
+def empty_weight(weight: WeightSpec, device: torch.device | Devices, dtype: torch.dtype) -> Tensor:
     """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32
     products of a few rows take half the time so; embeddings are looked up by row and stay row-major."""
+    place = device.of(weight) if isinstance(device, Devices) else device
+    device = device.device if isinstance(device, Devices) else device
     if weight.exact:
-        return torch.empty(weight.shape, dtype=torch.float32, device=device)
+        return torch.empty(weight.shape, dtype=torch.float32, device=place)
     if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) > 1 and weight.name != "embed":
         *slots, rows, width = weight.shape
         return torch.empty(*slots, width, rows, dtype=dtype).mT
-    return torch.empty(weight.shape, dtype=dtype, device=device)
+    if device != place and device.type == "cuda":
+        return _mapped(weight.shape, dtype)
+    return torch.empty(weight.shape, dtype=dtype, device=place)
+
+
+def _mapped(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Host memory that shares no page with any other, so that it can be pinned."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weight:
@@ -468,7 +490,7 @@ def listed(names: Sequence[str]) -> str:
 def dummy_weights(
     config: ModelConfig,
     seed: int,
-    device: torch.device,
+    device: torch.device | Devices,
     dtype: torch.dtype,
     progress: Progress,
     held: Forms | Split | None = None,
@@ -476,10 +498,11 @@ def dummy_weights(
     """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in
     ** -0.5, so that every projection keeps its input's scale and logits differ. The same seed, dtype and kind
     of device give the same weights."""
-    generator = torch.Generator(device=device).manual_seed(seed % 2**63)
+    maker = device.device if isinstance(device, Devices) else device
+    generator = torch.Generator(device=maker).manual_seed(seed % 2**63)
     weights: dict[str, Weight] = {}
     for weight in each_weight(config, "making random weights", progress):
-        tensor = empty_weight(weight, device, dtype)
+        tensor = empty_weight(weight, maker, dtype)
         if tensor.dim() == 1:
             tensor.fill_(architecture_of(config).dummy_value(weight.name))
         else:
@@ -488,6 +511,8 @@ def dummy_weights(
             part = RankPart(weight, config, held)
             weights[weight.name] = part.filled(part.empty(device, dtype), _whole_parts(weight, tensor))
             continue
+        if isinstance(device, Devices) and device.of(weight) != maker:
+            tensor = empty_weight(weight, device, dtype).copy_(tensor)
         weights[weight.name] = tensor
         if held is not None:
             weights[weight.name] = empty_formed(weight, config, held)

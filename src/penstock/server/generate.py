@@ -67,6 +67,7 @@ def prompts_of(
     """The prompts of a body; a text body has one per item. `before`: a snapshot to continue. For a text: its
     tokens, then the tokens of each prompt, tokenized separately. For a conversation: its messages, then the
     request's, rendered by the template as one, as if the client had sent all of them."""
+    most = body.num_kept(rules.fitting)
     if isinstance(body, ChatBody):
         said = body.messages
         if before is not None and not before.messages:
@@ -79,20 +80,27 @@ def prompts_of(
             said = [*_MESSAGES.decode(before.messages), *said]
         how = rendering_of(tokenizer, body, reasons)
         of_chat = encode_chat(tokenizer, said, rules, body.asking.shown, how)
-        return [Prompt(of_chat, ends=not how.continues, variables=how.variables)]
+        return [Prompt(last_of(of_chat, most), ends=not how.continues, variables=how.variables)]
     start = [] if before is None else np.frombuffer(before.tokens, np.uint32).tolist()
     prompts = []
     for item in body.items:
         ids = encode_prompt(
             tokenizer, item, rules, begins=before is None and body.add_special_tokens is not False
         )
-        text = (
-            item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else ""
-        )
-        prompt = Prompt([*start, *ids] if start else ids, text)
+        kept = last_of(ids, most)
+        if isinstance(item, str) and kept is ids:
+            text = item
+        else:
+            text = tokenizer.decode(kept, skip_special=False) if body.echo else ""
+        prompt = Prompt([*start, *kept] if start else kept, text)
         scored = body.echo and body.logprobs is not None
         prompts.append(prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) if scored else prompt)
     return prompts
+
+
+def last_of(ids: Sequence[int], num: int | None) -> Sequence[int]:
+    """The last `num` of them; None: all."""
+    return ids if num is None or len(ids) <= num else ids[-num:]
 
 
 def rendering_of(tokenizer: TextCodec, body: ChatBody, reasons: bool) -> Rendering:
@@ -264,7 +272,7 @@ class OpenRequest:
             if choice.finish is not None:
                 continue
             piece = choice.feed(events)
-            if piece.text or piece.tokens or piece.finish or piece.ids:
+            if piece.text or piece.tokens or piece.finish or piece.ids or piece.prompt:
                 pieces[index] = piece
             if piece.stop is not None:
                 await self.reading.end(index, choice.num_shown)
@@ -289,7 +297,12 @@ class OpenRequest:
 
     async def write(self, make: Callable[[], bytes], pieces: Iterable[ChoiceDelta]) -> bytes:
         """JSON of `pieces`. With many scores, not on the event loop's thread."""
-        num_scores = sum(len(piece.tokens) for piece in pieces) * (1 + (self.body.num_logprobs or 0))
+        body = self.body
+        num_scores = sum(
+            len(piece.tokens) * (1 + (body.num_logprobs or 0))
+            + len(piece.prompt or ()) * (1 + (body.prompt_logprobs or 0))
+            for piece in pieces
+        )
         return await self.service.compute(make, num_scores * SCORE_BYTES)
 
 
@@ -371,10 +384,12 @@ class Generate:
         """On a worker thread if the body is large."""
         body, service, kind = incoming.body, self._service, self._kind
         tokenizer, thinks = service.engine.tokenizer, reasons(service.config, service.engine.tokenizer)
+        is_whole = body.truncate_prompt_tokens is None
+        rules = service.prompt_rules if is_whole else service.side_rules
         try:
-            prompts = prompts_of(tokenizer, body, service.prompt_rules, before, thinks)
+            prompts = prompts_of(tokenizer, body, rules, before, thinks)
         except PromptTooLong as error:
-            raise beyond_context(error) from None
+            raise beyond_context(error) if is_whole else error from None
         read_as = thought = None
         if isinstance(body, ChatBody):
             budget = None if is_off(prompts[0].variables) else body.thinking_token_budget
@@ -404,7 +419,9 @@ class Generate:
         thought: Thought | None,
     ) -> list[ChoiceText]:
         engine, choices = self._service.engine, list[ChoiceText]()
-        wants = Wants(bool(body.echo), bool(body.return_token_ids), bool(body.include_stop_str_in_output))
+        echo, ids, stop = map(bool, (body.echo, body.return_token_ids, body.include_stop_str_in_output))
+        wants = Wants(echo, ids, stop, body.prompt_logprobs is not None)
+        banned = engine.tokenizer.bad_token_ids(tuple(body.bad_words or ()))
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         # the same content for all choices, even if the adapter is reloaded meanwhile
         with self._service.hold_model(body.model) as adapter:
@@ -413,8 +430,12 @@ class Generate:
                 if form is not None or (thought is not None and thought.most < sampling.max_tokens):
                     grammar = None if form is None else form.grammar
                     sampling = replace(sampling, grammar=grammar, thought=thought)
+                if banned:
+                    sampling = replace(sampling, bad_token_ids=banned)
                 if sampling.seed is not None:
                     sampling = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                if i and isinstance(body, ChatBody):  # a chat has its prompt's scores once
+                    sampling = replace(sampling, prompt_logprobs=None)
                 # a session is one sequence: the first choice
                 whose = {**asked, "session": "", "hint": None} if choices else asked
                 one = Submission(prompt.ids, sampling, adapter=adapter, route=self._name, **whose)
@@ -439,8 +460,9 @@ async def _whole(running: OpenRequest, scope: Scope, receive: Receive, send: Sen
 def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     ids = tuple(id for piece in pieces for id in piece.ids)
+    scores = next((piece.prompt for piece in pieces if piece.prompt), None)
     return ChoiceDelta(
-        "".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop, ids
+        "".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop, ids, scores
     )
 
 

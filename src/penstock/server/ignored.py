@@ -82,15 +82,6 @@ class _DirectCaller(msgspec.Struct):
     type: Literal["direct"]
 
 
-_INCLUDED = Literal[  # parts of items that answers here never have
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
 # Words of the table for what a field takes; anything else there is a list of values.
 _TYPES: Mapping[str, Any] = {
     "any": Any,
@@ -104,7 +95,6 @@ _TYPES: Mapping[str, Any] = {
     "Count": schema.Count,
     "Level": Literal["low", "medium", "high"],
     "truncation": Literal["auto", "disabled"],
-    "Included": list[_INCLUDED],
     "Edits": _ContextEdits,
     "Caller": _DirectCaller,
 }
@@ -170,6 +160,14 @@ hint; completions chat; any; a model stays while the server runs
     keep_alive ttl
 hint; completions chat; any; --speculate says it for all
     draft_model
+hint; completions chat; Count; tokens are sent as they come
+    stream_interval
+hint; completions chat; any; there is one engine behind each server
+    data_parallel_rank routed_dp_rank
+hint; chat; any; one server answers, with the model that is named
+    provider models route
+label; completions chat; object; labels of a client's own
+    custom_labels
 hint; completions chat; any; stream_options.continuous_usage_stats gives usage in every chunk
     timings_per_token return_progress
 hint; chat; object; stream_options.include_usage gives the usage of a stream
@@ -186,8 +184,6 @@ hint; chat; strings; a conversation that does not fit is refused and not cut
     transforms
 hint; responses; Count; this server runs no tools itself
     max_tool_calls
-hint; responses; Included; logprobs are a field of /v1/chat/completions
-    include
 same; messages; Edits; tool results are not cleared, and conversations not compacted
     context_management
 same; responses; [[]]; conversations are not compacted
@@ -224,8 +220,6 @@ same; responses; Caller; the model calls tools, and no program does
     input[].caller
 label; responses; any; of a client's own
     input[].internal_chat_message_metadata_passthrough
-same; completions chat; [[]]; words cannot be ruled out
-    bad_words
 same; completions; [1]; choices are not ranked: ask for n of them
     best_of
 same; completions; [""]; these models continue a text and do not fill a gap in it
@@ -244,6 +238,24 @@ same; completions chat; [false]; stop strings are cut off unless include_stop_st
     no_stop_trim
 same; completions chat; [false]; hidden states are not given
     return_hidden_states
+same; completions chat; [false]; which experts a token took is not given
+    return_routed_experts
+same; completions chat; [false]; return_token_ids gives a prompt's tokens
+    return_prompt_text return_token_offsets
+same; completions chat; bool; usage.prompt_tokens_details says it
+    return_cached_tokens_details
+same; completions chat; ["left"]; the last tokens of a prompt are kept
+    truncation_side
+same; completions chat; [false]; answers have no watermark
+    watermarking
+same; completions chat; [{}]; prompts are text
+    mm_processor_kwargs media_io_kwargs
+same; completions chat; [{}]; there are no extensions
+    vllm_xargs custom_params
+same; chat; [false]; an answer is its new text alone
+    echo
+same; chat; [false]; the chat template writes the special tokens
+    add_special_tokens
 same; chat; [false]; nothing is put before a prompt
     safe_prompt
 same; chat; [[]]; chat templates are given the messages alone
@@ -256,8 +268,12 @@ same; chat; [[]]; there are none
     plugins
 same; responses; [false]; answers come while the client waits
     background
-same; responses; [0]; logprobs are a field of /v1/chat/completions
-    top_logprobs
+same; responses; [false]; a call is answered before the conversation goes on
+    tools[].async tools[].tools[].async input[].async
+same; responses; ["auto","current_turn"]; reasoning of earlier turns is not shown to the model again
+    reasoning.context
+same; responses; ["standard"]; there is one mode
+    reasoning.mode
 same; messages; [[]]; this server runs no tools itself
     mcp_servers
 same; messages; ["global"]; a server is where its operator put it
@@ -284,10 +300,24 @@ change; messages; []; conversations are not stored
     thread
 change; chat; []; the model's own template is used
     chat_template
+change; chat; []; chat_template_kwargs.enable_thinking, reasoning_effort and thinking_token_budget say it
+    enable_thinking thinking thinking_budget reasoning
+change; completions chat; []; adapters are models: name one in model
+    lora_path
+change; completions chat; []; structured_outputs and response_format say it
+    json_schema regex ebnf grammar
+change; completions chat; []; stop and stop_token_ids say it
+    stop_regex
+change; completions chat; []; repetition_penalty and frequency_penalty are there
+    repetition_detection
+change; completions chat; []; alternatives are the likeliest tokens: see logprobs and top_logprobs
+    logprob_token_ids
+change; completions chat; []; engines share KV through a store: --kv-offload-remote
+    kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room
 change; completions chat; []; prompts are text or token ids
     prompt_embeds
 change; completions chat; []; clients bring no code
-    logits_processors
+    logits_processors custom_logit_processor
 """
 
 

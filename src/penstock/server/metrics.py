@@ -93,6 +93,22 @@ counter penstock_kv_events stats.kv_events.made type: Events about KV blocks tha
 counter penstock_kv_events_dropped stats.kv_events.dropped: \
 Changes of KV blocks for which the queue of events had no room: all is published anew after that.
 """
+# Of a model whose experts come and go.
+_EXPERTS = """
+gauge penstock_expert_slots stats.experts.num_slots: Experts that the device has room for.
+gauge penstock_experts stats.experts.num_experts: Experts of all layers.
+counter penstock_experts_wanted wanted found: \
+Experts that a layer's tokens hit, by whether they were on the device or on their way to it.
+counter penstock_experts_guessed stats.experts.guessed: Experts copied before a layer wanted them.
+counter penstock_experts_guesses_used stats.experts.guesses_used: Of these, wanted before they left.
+counter penstock_experts_foreseen stats.experts.foreseen: \
+Wanted experts that the router chose one layer before.
+counter penstock_experts_foreseeable stats.experts.foreseeable: \
+Wanted experts of layers whose router was applied before.
+counter penstock_expert_copy_bytes stats.experts.copied_bytes: Bytes of experts copied to the device.
+counter penstock_expert_wait_seconds stats.experts.waited_s: \
+Seconds that steps waited for copies of experts that they wanted and the device did not have.
+"""
 # Of every place after a request's last token, while drafts are verified.
 _DRAFTS = """
 counter penstock_spec_proposed proposed place: \
@@ -141,6 +157,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "offload": (_TRAFFIC,),
     "drafts": (_DRAFTS,),
     "events": (_EVENTS,),
+    "experts": (_EXPERTS,),
     "sanitizer": (_SANITIZER,),
     "requests": (_REQUESTS, "model"),
     "build": (_BUILD,),
@@ -240,6 +257,7 @@ def _figures(stats: EngineStats, figures: RequestFigures, model: str) -> SimpleN
         accepted={str(place): count for place, count in enumerate(stats.accepted, 1)},
         kept=_kept(stats),
         usage=1 - free / total if total else 0.0,
+        wanted={} if stats.experts is None else {"yes": stats.experts.hit, "no": stats.experts.missed},
         prompts=prompts,
         cached=prompts - stats.prompt_tokens.get("computed", 0),
         finished={reason: figures.by_finish.get(reason, 0) for reason in ("stop", "length")},
@@ -251,7 +269,7 @@ def exposition(stats: EngineStats, figures: RequestFigures, model: str, engine_p
     engine's, even if a front process answers."""
     registry, shown = CollectorRegistry(auto_describe=False), _figures(stats, figures, model)
     there = {"offload": stats.traffic is not None, "sanitizer": stats.sanitizer, "drafts": stats.drafted}
-    there["events"] = stats.kv_events is not None
+    there |= {"events": stats.kv_events is not None, "experts": stats.experts is not None}
     made = [
         family
         for name, (table, *labels) in TABLES.items()

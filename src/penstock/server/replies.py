@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -56,10 +56,12 @@ class ChunkedReply:
         self._read_as = read_as
         self._parsers: dict[int, MessageParser] = {}  # by choice, if the text has to be parsed
         self._logprobs: int | None = body.num_logprobs
+        self._prompt_logprobs: int = body.prompt_logprobs or 0
         self._with_ids = bool(body.return_token_ids)
         self._names_ids = bool(body.return_tokens_as_token_ids)
         self._num_choices: int = body.n or 1  # of each prompt
         self._opened: set[int] = set()  # choices with output
+        self._scored = ChatScores(tokenizer, self._names_ids)
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         raise NotImplementedError
@@ -88,6 +90,27 @@ class ChunkedReply:
             else {}
         )
 
+    def _prompt_scores(self, piece: ChoiceDelta) -> Json:
+        """In vLLM's shape: for each token of the prompt its alternatives by id, the token itself first."""
+        if piece.prompt is None:
+            return {}
+        return {"prompt_logprobs": [score and self._prompt_score(score) for score in piece.prompt]}
+
+    def _prompt_score(self, score: TokenLogprob) -> Json:
+        ranked = enumerate(score.top[: self._prompt_logprobs], 1)
+        alternatives = {token: (logprob, rank) for rank, (token, logprob) in ranked}
+        return {
+            str(token): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_bytes(token).decode(errors="replace"),
+            }
+            for token, (logprob, rank) in {
+                score.token: (score.logprob, score.rank),
+                **alternatives,
+            }.items()
+        }
+
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
         """New output of the choices."""
         so_far = usage() if self._options.continuous_usage_stats else None
@@ -95,7 +118,8 @@ class ChunkedReply:
         for index, piece in pieces.items():
             if self.first_delta is not None and index not in self._opened:
                 opening = {"index": index, "delta": self.first_delta, "logprobs": None, "finish_reason": None}
-                chunks.append(self._object(self.chunk_kind, [opening], so_far) | self._prompt_ids(index))
+                of_prompt = self._prompt_ids(index) | self._prompt_scores(piece)
+                chunks.append(self._object(self.chunk_kind, [opening], so_far) | of_prompt)
             chunks.append(self._object(self.chunk_kind, [self.chunk_choice(index, piece)], so_far))
             self._opened.add(index)
         return b"".join(
@@ -130,7 +154,7 @@ class CompletionReply(ChunkedReply):
     kind = chunk_kind = "text_completion"
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
-        made = self._choice(index, piece, piece.finish, text=piece.text)
+        made = self._choice(index, piece, piece.finish, text=piece.text) | self._prompt_scores(piece)
         return made if index in self._opened else made | self._prompt_ids(index)
 
     chunk_choice = choice
@@ -175,7 +199,7 @@ class ChatReply(ChunkedReply):
         return self._choice(index, piece, finish, delta=delta)
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        return super().whole(pieces, usage) | self._prompt_ids(0)
+        return super().whole(pieces, usage) | self._prompt_ids(0) | self._prompt_scores(pieces[0])
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         parts, finish = self._parts(index, piece)
@@ -222,19 +246,26 @@ class ChatReply(ChunkedReply):
     def scores(self, tokens: Sequence[ScoredToken]) -> Json:
         return {
             "content": [
-                self._scored(token.score, token.first) for token in tokens if token.score is not None
+                self._scored.of(token.score, token.first) for token in tokens if token.score is not None
             ],
             "refusal": None,
         }
 
-    def _scored(self, score: TokenLogprob, first: bool) -> Json:
+
+class ChatScores(NamedTuple):
+    """Scores of a message's tokens, as OpenAI's chats and responses have them."""
+
+    tokenizer: TextCodec
+    names_ids: bool = False
+
+    def of(self, score: TokenLogprob, first: bool) -> Json:
         tops = [self._entry(token, logprob, first) for token, logprob in score.top]
         return {**self._entry(score.token, score.logprob, first), "top_logprobs": tops}
 
     def _entry(self, token: int, logprob: float, first: bool) -> Json:
         """Bytes as they are in the message: joined over its tokens they are the message."""
-        raw = self._tokenizer.token_bytes(token, first)
-        name = f"token_id:{token}" if self._names_ids else raw.decode(errors="replace")
+        raw = self.tokenizer.token_bytes(token, first)
+        name = f"token_id:{token}" if self.names_ids else raw.decode(errors="replace")
         return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
 

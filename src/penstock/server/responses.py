@@ -11,7 +11,7 @@ import msgspec
 from penstock.errors import InvalidRequest, ResponseMissing
 from penstock.server import schema
 from penstock.server.kept import KeptResponse
-from penstock.server.replies import BlockKind, BlockReply, Heading, Json, obfuscated
+from penstock.server.replies import BlockKind, BlockReply, ChatScores, Heading, Json, obfuscated
 from penstock.server.thinking import Effort
 from penstock.server.tools import (
     MOST_TOOLS,
@@ -27,7 +27,7 @@ from penstock.server.tools import (
     ToolCall,
     chosen,
 )
-from penstock.text.answer import AnswerFormat
+from penstock.text.answer import AnswerFormat, ChoiceDelta, ScoredToken
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -41,6 +41,18 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+_LOGPROBS = "message.output_text.logprobs"
+# what may be included; but for logprobs, parts of items that answers here never have
+_Included = Literal[
+    "message.output_text.logprobs",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -187,6 +199,12 @@ class ResponsesBody(schema.OwnFields, kw_only=True):
     metadata: schema.Metadata | None = None
     previous_response_id: schema.Name | None = None
     store: bool | None = None
+    include: list[_Included] | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def items(self) -> list[Item]:
         return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
@@ -241,6 +259,8 @@ def as_chat(given: ResponsesBody) -> schema.ChatBody:
         "tool_choice": chosen(choice.name) if isinstance(choice, ChosenFunction) else choice,
         "response_format": form,
         "reasoning_effort": given.reasoning and given.reasoning.effort,
+        "logprobs": given.is_scored or None,
+        "top_logprobs": given.top_logprobs if given.is_scored else None,
     }
     return schema.ChatBody(**{**schema.shared_fields(given), **changed})
 
@@ -291,6 +311,7 @@ class ResponsesReply(BlockReply):
         self._unique = head.id.removeprefix("resp_")
         self._padded = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
         self._number = 0  # of the next event
+        self._scores = _MessageScores(ChatScores(tokenizer)) if given.is_scored else None
 
     def begin(self, usage: Callable[[], Json]) -> list[Json]:
         so_far = {"response": {**self._response, "output": []}}
@@ -326,9 +347,12 @@ class ResponsesReply(BlockReply):
         thought = "".join(
             part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"]
         )
+        details = dict(usage["prompt_tokens_details"])
+        cached = {"cached_tokens": details.pop("cached_tokens"), "cache_write_tokens": 0}
         return {
+            **details,  # some clients take nothing but numbers in `input_tokens_details`
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": cached,
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0
@@ -337,6 +361,11 @@ class ResponsesReply(BlockReply):
         }
 
     # ---- items
+
+    def take(self, piece: ChoiceDelta) -> Iterator[Json]:
+        """With scores, one token after another: each belongs to the item that its text came out in."""
+        for part in [piece] if self._scores is None else self._scores.parts(piece):
+            yield from super().take(part)
 
     def opened(self, kind: BlockKind, name: str) -> Iterator[Json]:
         number = len(self._output)
@@ -367,8 +396,13 @@ class ResponsesReply(BlockReply):
         if kind == "call":
             item["arguments"] += text
             return self._of("function_call_arguments.delta", delta=text)
-        item["content"][0]["text"] += text
-        return self._at(f"{_STREAMED[kind]}.delta", delta=text, **_SCORES[kind])
+        part = item["content"][0]
+        part["text"] += text
+        scores: Json = {}
+        if kind == "text":
+            scores["logprobs"] = [] if self._scores is None else self._scores.placed(text)
+            part["logprobs"] += scores["logprobs"]
+        return self._at(f"{_STREAMED[kind]}.delta", delta=text, **scores)
 
     def closed(self, kind: BlockKind) -> Iterator[Json]:
         item = self._output[-1]
@@ -377,7 +411,8 @@ class ResponsesReply(BlockReply):
             yield self._of("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
-            yield self._at(f"{_STREAMED[kind]}.done", text=part["text"], **_SCORES[kind])
+            scores = {"logprobs": list(part["logprobs"])} if kind == "text" else {}
+            yield self._at(f"{_STREAMED[kind]}.done", text=part["text"], **scores)
             yield self._at("content_part.done", part=dict(part))
         yield {
             "type": "response.output_item.done",
@@ -398,7 +433,45 @@ class ResponsesReply(BlockReply):
         return self._of(kind, content_index=0, **fields)
 
 
-_SCORES: dict[str, Json] = {"text": {"logprobs": []}, "reasoning": {}}
+class _MessageScores:
+    """Finds the tokens whose text a message has. A parser takes markers out, and may hold text back."""
+
+    def __init__(self, scores: ChatScores) -> None:
+        self._scores = scores
+        self._num_read = 0  # characters of the choice so far
+        # tokens that no message has yet, with their text; None: the rest of one that a message has
+        self._unplaced: list[tuple[ScoredToken | None, str]] = []
+
+    def parts(self, piece: ChoiceDelta) -> Iterator[ChoiceDelta]:
+        """The piece, cut behind each token."""
+        starts = [max(0, token.offset - self._num_read) for token in piece.tokens]
+        cuts = [0, *starts[1:], len(piece.text)]
+        self._num_read += len(piece.text)
+        if not starts:
+            yield piece
+        for at, token in enumerate(piece.tokens):
+            text = piece.text[cuts[at] : cuts[at + 1]]
+            self._unplaced.append((token, text))
+            finish = piece.finish if at == len(starts) - 1 else None
+            yield ChoiceDelta(text, (token,), finish, piece.stop)
+
+    def placed(self, text: str) -> list[Json]:
+        """Scores of the tokens of that text, which is part of a message. Tokens before it are not."""
+        first = max(0, "".join(said for _, said in self._unplaced).rfind(text))
+        last, at = first + len(text), 0
+        found: list[ScoredToken] = []
+        left: list[tuple[ScoredToken | None, str]] = []
+        for token, said in self._unplaced:
+            begin, at = at, at + len(said)
+            is_in = begin < last and (at > first or begin == at == first)
+            if is_in and token is not None:
+                found.append(token)
+            if at > last or begin == last:
+                left.append((None if is_in else token, said[max(0, last - begin) :]))
+        self._unplaced = left
+        return [self._scores.of(one.score, one.first) for one in found if one.score is not None]
+
+
 _STREAMED = {"text": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -436,6 +509,7 @@ def _echoed(given: ResponsesBody, head: Heading) -> Json:
         "text": {"format": form, "verbosity": "medium"},
         "tool_choice": "auto" if given.tool_choice is None else msgspec.to_builtins(given.tool_choice),
         "tools": [_shown(tool) for tool in given.tools or ()],
+        "top_logprobs": given.top_logprobs or 0,
         "top_p": given.top_p,
         "truncation": "disabled",
         "background": False,

@@ -52,6 +52,7 @@ ANY_LABEL = ("",)  # of a query: any text up to the length of a label
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
+Truncation = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
@@ -139,6 +140,10 @@ class Generating(OwnFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     logit_bias: Biases | None = None
+    prompt_logprobs: int | None = None  # vLLM's, as are the next three
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Truncation | None = None  # -1: what fits
     # At most one of these, listed in `tools.ASKING`, may be used.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -159,19 +164,36 @@ class Generating(OwnFields, kw_only=True):
         defaults: Mapping[str, Any],
         max_tokens: int,
         logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        echoed_logprobs: int | None = None,
     ) -> SamplingParams:
+        allowed = self.allowed_token_ids
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=max(
+                (num for num in (self.prompt_logprobs, echoed_logprobs) if num is not None), default=None
+            ),
+            allowed_token_ids=None if allowed is None else frozenset(allowed),
+            bad_words=tuple(self.bad_words or ()),
             stop=self.stops,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             logit_bias=tuple((self.logit_bias or {}).items()),
             grammar=None if (asked := self.asked()) is None else asked.grammar,
             **{**defaults, **given},
         )
+
+    def num_kept(self, fitting: int) -> int | None:
+        """Tokens of each prompt that are kept, the last ones; None: all. `fitting`: those of a prompt and its
+        answer that fit."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, fitting - (DEFAULT_COMPLETION_TOKENS if self.most_tokens is None else self.most_tokens))
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The given limit of the answer."""
+        return self.max_tokens
 
     def options(self) -> dict[str, Any]:
         """Of a `Submission`: tenant, priority, session and residency."""
@@ -187,11 +209,22 @@ class Generating(OwnFields, kw_only=True):
     def _check_shared(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed where stream is true", "stream_options")
+        if self.truncate_prompt_tokens is not None:
+            self._check_truncated()
         if self.cache_hint is not None:
             self.cache_hint.hint()
             if self.session_id is None and self.prompt_cache_key is None:
                 message = "cache_hint is about a session: name it by session_id or prompt_cache_key"
                 raise InvalidRequest(message, "cache_hint")
+
+    def _check_truncated(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be at least 1, or -1 for what fits", "truncate_prompt_tokens"
+            )
+        if self.snapshot is not None:
+            message = "truncate_prompt_tokens and snapshot cannot be combined: the snapshot comes first"
+            raise InvalidRequest(message, "truncate_prompt_tokens")
 
 
 @contextmanager
@@ -373,8 +406,12 @@ class ChatBody(Generating, kw_only=True):
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that fit the context after the prompt; all of it, unless the client asks for less.
         `defaults`: as above."""
-        given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        given = self.most_tokens
         return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
 
 class TokenizeBody(Strict):

@@ -50,6 +50,7 @@ class Rules(NamedTuple):
 
     most: int  # tokens
     special_in_text: bool = False  # whether messages may spell special tokens
+    fitting: int = 0  # tokens of a prompt and its answer that the engine has room for
 
 
 class Generations:
@@ -203,7 +204,8 @@ class Service:
         self.generations = self._gate(most, "generations", GateNumber.GENERATIONS)
         self.side = self._gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
         self.loads = self._gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
-        self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
+        special, fitting = config.allow_special_tokens_in_text, engine.facts.limits.num_fitting
+        self.prompt_rules = Rules(engine.max_model_len, special, fitting)
         self.viewers = Viewers(
             self._gate(MOST_VIEWERS, "viewers of the page", GateNumber.VIEWERS), self._look, self._facts
         )
@@ -288,8 +290,8 @@ class Service:
 
     @property
     def side_rules(self) -> Rules:
-        """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded,
-        too."""
+        """Of texts that are only to be cut into tokens or put together from them, and of prompts that are
+        truncated: a reply has to be bounded, too."""
         return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
     def open_reading(self, unique: str | None = None) -> Generations:

@@ -226,6 +226,8 @@ class ChoiceDelta(NamedTuple):
     finish: str | None
     stop: str | None = None  # the stop string that ended it
     ids: tuple[int, ...] = ()  # token ids, if requested; not held back as text is
+    # of the prompt's tokens, if requested: once, with the first output
+    prompt: Sequence[TokenLogprob | None] | None = None
 
 
 class Wants(NamedTuple):
@@ -234,6 +236,7 @@ class Wants(NamedTuple):
     echo: bool = False  # the prompt before it
     ids: bool = False  # the ids of its tokens
     stop: bool = False  # the stop string that ended it
+    prompt_scores: bool = False
 
 
 class ChoiceText:
@@ -258,7 +261,8 @@ class ChoiceText:
         self._stream = TextStream(
             tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens
         )
-        self._scored = sampling.logprobs is not None
+        self._num_top = sampling.logprobs  # alternatives of each token; None: no scores
+        self._wants_prompt_scores = wants.prompt_scores
         self._with_stop = wants.stop
         self._echo = prompt if wants.echo else None
         self._base = len(prompt.text) if wants.echo else 0  # characters before the generated text
@@ -274,12 +278,14 @@ class ChoiceText:
     def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
         """If the engine gave the request up, earlier output is still returned, and `failure` is set."""
         parts: list[str] = []
-        ended = False
+        ended, of_prompt = False, None
         for event in events:
             if self.finish is not None or self.failure is not None:
                 break
             if self.source is None:
                 self.source, self.scored = event.source, event.scored
+            if self._wants_prompt_scores and event.prompt_logprobs is not None:
+                of_prompt = event.prompt_logprobs
             self.num_drafts += event.drafted
             self.num_accepted += event.accepted
             if self._echo is not None:
@@ -297,18 +303,19 @@ class ChoiceText:
         ids = tuple(self._ids or ())
         if self._ids is not None:
             self._ids.clear()
-        return ChoiceDelta(text, released, self.finish, self._stream.stopped_by, ids)
+        return ChoiceDelta(text, released, self.finish, self._stream.stopped_by, ids, of_prompt)
 
     def _open(self, echo: Prompt, event: TokenEvent) -> str:
         """The echoed prompt, before anything else; it waits for the first event, which has its scores."""
-        if self._scored and event.prompt_logprobs is not None:
-            self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, echo.offsets))
+        if self._num_top is not None and event.prompt_logprobs is not None:
+            scores = (score and score.with_top(self._num_top) for score in event.prompt_logprobs)
+            self._held.extend(map(ScoredToken, echo.ids, scores, echo.offsets))
         return echo.text
 
     def _take(self, event: TokenEvent) -> str:
         """Tokens after a stop string have no offset and do not count, in whatever batches they came."""
         delta = self._stream.push(event.tokens)
-        if self._scored and event.logprobs is not None:
+        if self._num_top is not None and event.logprobs is not None:
             offsets = (self._base + offset for offset in delta.offsets)
             firsts = (number == self._stream.first for number in itertools.count(self.num_tokens))
             self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets, firsts))

@@ -18,6 +18,7 @@ from penstock import __version__, cli
 from penstock.config import (
     Config,
     EngineConfig,
+    ExpertsConfig,
     KvConfig,
     LoraConfig,
     ModelSource,
@@ -80,6 +81,14 @@ BAD = {
     "bench ttft --plot x.txt": "--plot",
     "bench ttft --no-prefix-cache --no-kv-offload": "--no-prefix-cache",
     "doctor --device tpu": "--device",
+    "generate x --experts-on-device 0": "--experts-on-device must be GiB such as 8, a share such as 25%",
+    "generate x --experts-on-device 101%": "got '101%'",
+    "generate x --experts-policy lru": "--experts-policy needs --experts-on-device",
+    "generate x --no-experts-prefetch": "--no-experts-prefetch needs --experts-on-device",
+    "generate x --record-routing /nowhere/x": "--record-routing: '/nowhere/x' cannot be written",
+    "generate x --device-memory-gib 4 --device cpu": "--device-memory-gib 4 needs --device cuda",
+    "generate x --experts-on-device 1": "--experts-on-device 1: this model has no experts",
+    "generate x --record-routing x": "--record-routing x: this model has no experts",
     "generate x --lora nopath": "as in name=path",
     "generate x --lora a=p --lora b=q": "one adapter, and 2 are given: a, b",
     "chat --lora a=p --lora b=q": "one adapter, and 2 are given: a, b",
@@ -140,7 +149,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
     found = parsers(cli.make_parser())
-    assert len(found) == 22
+    assert len(found) == 23
     for parser in found:
         for action in parser._actions:
             flag = "/".join(action.option_strings) or action.dest
@@ -188,13 +197,15 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 --sanitize strict "
         "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
         "--trace trace.json --trace-mib 9 --kv-offload-states-gib 1.5 --state-every 64 "
+        "--experts-on-device 25% --experts-policy lru --no-experts-prefetch --record-routing routing.jsonl "
+        "--device-memory-gib 24 "
         "--tensor-parallel 4 --rank-timeout-s 9"
     )
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
     offload |= {"states_gib": 1.5, "state_every": 64}
     expected = Config(
-        ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True, False),
+        ModelSource("m", "dummy", "cpu", "bfloat16", 7, 100, "auto", "int8", True, False, 24.0),
         KvConfig(32, 0.5, None, False, 512, "scored", spans, "lru"),
         EngineConfig(100, 3, 64, 80.0, 2.0, "lifetime", "fifo", 5.0, False, 7),
         OffloadConfig(True, 2.5, "cost", ssd_dir="kv", ssd_gib=7.0, **offload),
@@ -202,6 +213,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         LoraConfig((("a", "one"), ("org/b", "two=2")), "adapters"),
         SpeculationConfig("draft:d", 3),
         TraceConfig("trace.json", 9),
+        ExpertsConfig("25%", "lru", False, "routing.jsonl"),
         RanksConfig(4, 9.0),
     )
     adapters = "--lora a=one --lora org/b=two=2"

@@ -185,7 +185,8 @@ def test_what_is_decoded_while_nothing_is_drafted_is_left_out(pair: Any, prompts
     answer."""
     plain, engine = pair()
     right = generate(plain, prompts(20), max_tokens=60)
-    engine.parts.arena.tensor.fill_(0.5)  # as if others had used it before
+    lane, arena = engine.parts.lanes[0], engine.parts.arena.tensor
+    lane.submit(lambda: arena.fill_(0.5), label="others").wait_done()  # as if others had used it before
     speculation = forced(engine, is_on=False)
     found = submit(engine, prompts(20), max_tokens=60)
     while len(found.tokens) < 30:

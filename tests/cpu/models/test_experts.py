@@ -243,3 +243,16 @@ def test_what_a_config_says_of_experts_is_checked() -> None:
 def test_how_tokens_are_routed_is_part_of_the_identity() -> None:
     configs = (TINY_QWEN3_MOE, changed(top_k=3), changed(normalised=False), changed(dense_layers=(1,)))
     assert len({weights_digest(config, torch.float32, []) for config in configs}) == len(configs)
+
+
+def test_terms_may_be_filled_in_by_several_calls() -> None:
+    """Bit for bit what one call fills in: an expert without a slot is left out until it has one."""
+    ops, experts = TorchLayerOps(), random_experts(Routing(7, top_k=3, ffn=20, normalised=True), hidden=24)
+    x = torch.randn(33, 24, generator=torch.Generator().manual_seed(3))
+    chosen = ops.choose(x, experts)
+    terms = ops.terms(x, experts, has_shared=False).fill_(torch.nan)
+    for some in ([0, 3], [1], [2, 4, 5, 6]):
+        slots = torch.full((7,), -1, dtype=torch.int32)
+        slots[some] = experts.slots[some]
+        ops.add_terms(x, experts._replace(slots=slots), chosen, terms)
+    assert torch.equal(ops.summed(terms, chosen, experts, None), ops.routed(x, experts))

@@ -10,7 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
-from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
+from penstock.figures import (
+    ExpertFigures,
+    Histogram,
+    ResidencyFigures,
+    SessionFigures,
+    SnapshotFigures,
+    Traffic,
+)
 from penstock.server.metrics import exposition
 from penstock.server.replies import usage_of
 from penstock.server.seats import RequestFigures
@@ -58,6 +65,7 @@ STATS = EngineStats(
     drafted=(50, 40, 30),
     accepted=(20, 7, 0),
     residency=ResidencyFigures(4001, 4002, 4003.5, histogram(600)),
+    experts=ExpertFigures(*range(5001, 5010), waited_s=5010.5),
 )
 
 
@@ -166,6 +174,16 @@ def test_every_figure_is_shown_under_its_own_name() -> None:
         "checksum_failures_total remote": 1052,
         "tier_usable ssd": 1,
         "tier_usable remote": 0,
+        "expert_slots": 5001,
+        "experts": 5002,
+        "experts_wanted_total yes": 5003,
+        "experts_wanted_total no": 5004,
+        "experts_guessed_total": 5005,
+        "experts_guesses_used_total": 5006,
+        "experts_foreseen_total": 5007,
+        "experts_foreseeable_total": 5008,
+        "expert_copy_bytes_total": 5009,
+        "expert_wait_seconds_total": 5010.5,
         **buckets("ttft_seconds", 100),
         **buckets("inter_token_seconds", 200),
         **buckets("resume_seconds", 300),

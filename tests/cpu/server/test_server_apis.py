@@ -149,7 +149,7 @@ RECORDED = [
 CALLED = {CHAT.path: "bash", RESPONSES.path: "multi_agent_v1__wait_agent", MESSAGES.path: "Bash"}
 NAMED = {  # fields without effect that each agent is told of
     "Claude Code": {"context_management", "metadata", "system[].cache_control"},
-    "Codex": {"client_metadata", "include", "tools[web_search]"},
+    "Codex": {"client_metadata", "tools[web_search]"},
 }
 
 

@@ -44,6 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": ASK, "max_tokens": 5},
     "chat": {"messages": CHAT_TURNS, "tools": [CHAT_TOOL], "max_tokens": 5},
     "responses": {
+        "reasoning": {},
         "input": [{"role": "user", "content": [{"type": "input_text", "text": ASK}]}],
         "tools": [TOOL, SPACE],
         "text": {},
@@ -70,11 +71,6 @@ TAKEN: dict[str, list[Any]] = {
         {"edits": []},
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ],
-    "include": [
-        [],
-        ["reasoning.encrypted_content"],
-        ["web_search_call.action.sources", "file_search_call.results"],
-    ],
     "truncation": ["auto", "disabled"],
     "verbosity": ["low", "medium", "high"],
     "service_tier": ["auto", "flex", "priority"],
@@ -91,7 +87,6 @@ REFUSED: dict[str, list[Any]] = {
         {"edits": [{"type": "compact_20260112"}]},
         [{"type": "compaction"}],
     ],
-    "include": [["message.output_text.logprobs"], "x"],
     "truncation": ["middle"],
     "verbosity": ["silent", 7],
     "metadata": ["u", 7],

@@ -203,6 +203,13 @@ def test_a_chat_has_as_many_tokens_as_were_asked_for_or_fills_the_context() -> N
             assert num is not None or usage["total_tokens"] == 60
 
 
+def test_only_the_first_choice_of_a_chat_computes_scores_of_the_prompt(served: Served) -> None:
+    """A request with them reuses no cached KV."""
+    reply = post(served, CHAT.path, n=3, max_tokens=2, prompt_logprobs=2).json()
+    assert [one[1].prompt_logprobs for one in served.engine.submitted[-3:]] == [2, None, None]
+    assert reply["prompt_logprobs"][0] is None and len(reply["choices"]) == 3
+
+
 def test_chat_logprobs_have_bytes_and_as_many_rivals_as_were_asked_for(served: Served) -> None:
     for fields, num in (
         ({"logprobs": True, "top_logprobs": 2}, 2),

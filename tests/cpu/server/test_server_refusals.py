@@ -273,7 +273,7 @@ CHATS: tuple[Row, ...] = (
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
     ({"prompt": "x"}, "prompt", "not a field"),
-    ({"echo": True}, "echo", "not a field"),
+    ({"echo": True}, "echo", "except as false"),
     ({"reasoning_effort": "much"}, "reasoning_effort", ""),
     ({"thinking_token_budget": -1}, "thinking_token_budget", ""),
     *(

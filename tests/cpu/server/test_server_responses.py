@@ -71,6 +71,10 @@ def test_an_answer_is_made_of_items_and_a_stream_of_numbered_events(served: Serv
     }
     first, again = whole["usage"], last["usage"]
     cached = [usage["input_tokens_details"]["cached_tokens"] for usage in (first, again)]
+    for details in ("input_tokens_details", "output_tokens_details"):
+        # as the schemas of some clients have it
+        assert all(type(value) is int for value in first[details].values())
+    assert first["kv_source"]["computed"] == first["input_tokens"]
     assert cached == [0, 48] and first["input_tokens"] == again["input_tokens"] == len(model.prompt)
     assert again["output_tokens"] == len("It is warm.") + 1
     assert again["total_tokens"] == again["input_tokens"] + again["output_tokens"]
@@ -213,3 +217,47 @@ def test_the_least_recently_used_answers_make_room_and_one_that_is_too_large_is_
     assert not has(store, "e")
     store.keep("f", "me", KeptResponse(b"x" * 10, b""))
     assert has(store, "f") and not has(store, "f", "another")
+
+
+# ----------------------------------------------------------------------------------------------------- scores
+
+
+def spelled(scores: list[dict[str, Any]]) -> bytes:
+    return b"".join(bytes(one["bytes"]) for one in scores)
+
+
+@pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+def test_a_message_has_the_scores_of_its_tokens(
+    served: Served, model: Speaking, fields: dict[str, Any]
+) -> None:
+    num_top = fields.get("top_logprobs", 0)
+    model.says("It is wärm.")
+    whole = RESPONSES.ask(served, **fields).raw
+    (part,) = whole["output"][0]["content"]
+    assert spelled(part["logprobs"]).decode() == part["text"] == "It is wärm."
+    assert {len(one["top_logprobs"]) for one in part["logprobs"]} == {num_top}
+    assert whole["top_logprobs"] == num_top and part["logprobs"][0]["logprob"] < 0
+    events = events_of(RESPONSES.post(served, stream=True, **fields).text)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == part["logprobs"]
+    assert events[-1]["response"]["output"][0]["content"] == [part]
+
+
+def test_scores_of_reasoning_and_of_calls_are_no_part_of_a_message() -> None:
+    said = f"<think>Hm. <b</think>\n\nSo < it is. {CALL}"
+    with serving(model := Speaking(), reasoning_parser="think") as served:
+        model.says(said, KNOWS_TOOLS)
+        fields: dict[str, Any] = {"tools": RESPONSES.tools(*FUNCTIONS), "top_logprobs": 1}
+        whole = RESPONSES.ask(served, **fields).raw
+        reasoning, message, *calls = whole["output"]
+        assert reasoning["type"] == "reasoning" and len(calls) == 2
+        (part,) = message["content"]
+        assert spelled(part["logprobs"]).decode().strip() == part["text"].strip() == "So < it is. Let me see."
+        assert "logprobs" not in reasoning["content"][0]
+
+
+@pytest.mark.parametrize("fields", [{"include": ["all"]}, {"top_logprobs": 21}, {"top_logprobs": -1}])
+def test_scores_that_are_not_there_are_refused_by_name(served: Served, fields: dict[str, Any]) -> None:
+    assert RESPONSES.refusal(served, **fields)["param"].removesuffix("[0]") in fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.config import ServerConfig
+from penstock.config import ExpertsConfig, ServerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.server.run import HttpServer, server_here
@@ -30,6 +31,7 @@ class Tiered:
     def __init__(self, server: HttpServer, engine: Engine) -> None:
         self.engine = engine
         self.service = server.service
+        self.model = engine.name
         self.http = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
         self.client = openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
@@ -38,7 +40,7 @@ class Tiered:
     def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[str], dict[str, Any]]:
         """Tokens, and the usage's details of the prompt."""
         options = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
-        reply = self.client.completions.create(model=MODEL, prompt=prompt, **{**options, **fields})
+        reply = self.client.completions.create(model=self.model, prompt=prompt, **{**options, **fields})
         details = reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"]
         assert sum(details["kv_source"].values()) == reply.usage.prompt_tokens == len(prompt)
         return reply.choices[0].logprobs.tokens, details
@@ -57,7 +59,9 @@ class Tiered:
 
 @contextlib.contextmanager
 def tiered(server: dict[str, Any] | None = None, **settings: Any) -> Iterator[Tiered]:
-    engine, sanitizer = build_sanitized(tiny_config(MODEL, **{"host_blocks": NUM_HOST, **settings}))
+    experts = settings.pop("experts", ExpertsConfig())
+    config = tiny_config(settings.pop("model", MODEL), **{"host_blocks": NUM_HOST, **settings})
+    engine, sanitizer = build_sanitized(dataclasses.replace(config, experts=experts))
     served = server_here(engine, EngineLoop(engine), ServerConfig(port=0, shutdown_s=5.0, **(server or {})))
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()

@@ -83,6 +83,8 @@ UNUSED |= {"kv_residency", "kv_pin_spans", "snapshot"}
 UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
 UNUSED |= {"logit_bias", "min_tokens"}  # cpu/engine: execution/test_sampler.py and test_combined_requests.py
+# cpu/engine/test_token_rules.py and cpu/server/test_server_vllm_fields.py
+UNUSED |= {"allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens"}
 # What is shown, not what is sampled.
 UNUSED |= {
     "return_token_ids",

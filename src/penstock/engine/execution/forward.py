@@ -4,7 +4,7 @@ eagerly or captured."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from penstock.engine.execution.batch import Shape, StepInputs
 from penstock.engine.execution.scoring import StepScores
 from penstock.engine.execution.state_drafts import BoundDrafts, StateDrafts
 from penstock.engine.execution.states import BoundStates, StateSlots
-from penstock.lanes.lane import Op
+from penstock.lanes.lane import Op, Replay
 from penstock.models.decoder import Decoder
 from penstock.models.lora import LoraRuns
 from penstock.models.model import ModelConfig
@@ -152,6 +152,18 @@ class DraftMaker(Protocol):
         """Runs last in every decode-only pass."""
 
 
+class Recorder(Protocol):
+    """Captures ops."""
+
+    @property
+    def padding_row(self) -> int: ...
+
+    def whole(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay: ...
+
+    def piece(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
+        """It has run once when this returns, on a GPU."""
+
+
 class Forward:
     """Makes the ops of one pass over a model."""
 
@@ -187,6 +199,10 @@ class Forward:
         """Whether steps of this shape can be captured: how prompts run through states depends on their
         lengths, which a replay does not know."""
         return self.slots is None or shape.is_decode
+
+    def recorded(self, label: str, ops: Sequence[tuple[str, Op]], recorder: Recorder) -> Replay:
+        """A replay of `ops`, those of a captured step."""
+        return recorder.whole(label, ops)
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token, or one and drafts."""

@@ -1,5 +1,5 @@
-"""Bit masks of the tokens that grammars allow next, for the sampling of each step. Owns a matcher per
-constrained request, and the thread that runs matchers during the forward pass."""
+"""Bit masks of the tokens that may come next, by grammars and token rules, for the sampling of each step.
+Owns a matcher per constrained request, and the thread that runs matchers during the forward pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from penstock.contract import Access, Chunk, Fence, Mode, Start
 from penstock.engine.execution.grammars import Grammars, Matcher
 from penstock.engine.execution.staging import StagingRing
 from penstock.engine.execution.thoughts import ThoughtMatcher
+from penstock.engine.execution.token_rules import TokenRules
 from penstock.lanes.lane import Lane
 
 
 class GrammarEnd(NamedTuple):
-    """A request whose grammar allows no further token."""
+    """A request whose grammar or token rules allow no further token."""
 
     request_id: str
     error: str | None  # None: its answer is complete
@@ -34,15 +35,30 @@ class _Answer:
     num_prompt: int
     num_known: int  # generated tokens passed to it; the matcher has them once its jobs are done
     masked_from: int  # generated tokens before the first mask
-    matcher: Matcher | ThoughtMatcher | None = None  # made and used only by the mask thread
+    is_ruled: bool  # it has token rules
+    # made and used only by the mask thread
+    matcher: Matcher | ThoughtMatcher | None = None
+    rules: TokenRules | None = None
+    is_made: bool = False  # False when asked for a mask: its grammar could not be compiled again
     # masks of the step that waits for it, and the generated tokens that it must have by then
     waiting: tuple[StepMasks, _Asked, int] | None = None
 
     def is_masked(self, chunk: Chunk) -> bool:
         """True if the step that samples `chunk` needs a mask. Not after reasoning that ended without a
         grammar following; if this is seen late, the mask allows all tokens."""
-        is_free = isinstance(self.matcher, ThoughtMatcher) and self.matcher.is_free
+        is_free = not self.is_ruled and isinstance(self.matcher, ThoughtMatcher) and self.matcher.is_free
         return chunk.kv_len - self.num_prompt >= self.masked_from and not is_free
+
+    @property
+    def due(self) -> int | None:
+        """The forced next token, at an end of reasoning."""
+        matcher = self.matcher
+        return matcher.due if isinstance(matcher, ThoughtMatcher) and not matcher.is_past else None
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        for one in (self.matcher, self.rules):
+            if one is not None:
+                one.consume(tokens)
 
 
 class _Asked(NamedTuple):
@@ -64,8 +80,12 @@ class StepMasks:
     access: Access
     jobs: list[Future[list[GrammarEnd]]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)  # rows that no job fills yet
-    # By request: tokens that it gets from the step at most. After so many drafts its answer is complete.
+    # By request: tokens that it gets from the step at most. After so many drafts no token can follow.
     most: dict[str, int] = field(default_factory=dict)
+
+    def note_most(self, answer: _Answer, most: int | None) -> None:
+        if most is not None:
+            self.most[answer.request_id] = min(most, self.most.get(answer.request_id, most))
 
     def wait_filled(self, lane: Lane) -> list[GrammarEnd]:
         """Block until every mask is filled; returns requests whose grammars have ended. A row whose token
@@ -88,7 +108,7 @@ class Masks:
         self._max_rows = max_rows
         self._lane = lane
         self._ring: StagingRing | None = None  # made when first needed
-        # of requests with a grammar; if empty, the engine makes no calls here
+        # of constrained requests; if empty, the engine makes no calls here
         self.answers: dict[str, _Answer] = {}
         self._by_row: dict[int, _Answer] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
@@ -103,17 +123,20 @@ class Masks:
         self.answers.pop(start.request_id, None)
         if (masked_from := start.sampling.masked_from) is None:
             return
-        answer = _Answer(start.request_id, start.num_prompt, len(start.output), masked_from)
+        sampling, num_known = start.sampling, len(start.output)
+        answer = _Answer(start.request_id, start.num_prompt, num_known, masked_from, sampling.rules_out)
         self.answers[start.request_id] = self._by_row[start.row] = answer
 
         def make() -> None:
-            grammar, thought = start.sampling.grammar, start.sampling.thought
+            if answer.is_ruled:
+                answer.rules = TokenRules(sampling, self._num_words)
+            grammar, thought = sampling.grammar, sampling.thought
             matcher = None if grammar is None else self._grammars.wait_compiled(grammar).copy()
             answer.matcher = (
                 matcher if thought is None else ThoughtMatcher(thought, self._grammars.token_bytes, matcher)
             )
-            if answer.matcher is not None:
-                answer.matcher.consume(start.output)
+            answer.is_made = True
+            answer.consume(start.output)
 
         self._thread.submit(make)
 
@@ -189,53 +212,53 @@ class Masks:
 
 def _advance(news: Sequence[tuple[_Asked, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
     for asked, tokens in news:
-        if asked.answer.matcher is not None:
-            asked.answer.matcher.consume(tokens)
+        asked.answer.consume(tokens)
     return [] if masks is None else _fill([asked for asked, _ in news], masks)
 
 
 def _fill(wanted: Sequence[_Asked], masks: StepMasks) -> list[GrammarEnd]:
     """Fill the masks of the next tokens. If no token is allowed, the request has ended, and its mask allows
     all."""
-    rows, answers = masks.rows, [(one.answer, one.row) for one in wanted]
+    rows, filled = masks.rows, set[int]()
     going_on: list[tuple[Matcher, int]] = []
-    reasoning: set[int] = set()
-    for answer, row in answers:
-        matcher = answer.matcher
-        if isinstance(matcher, ThoughtMatcher):
-            if matcher.answering is None:
-                reasoning.add(row)
-                rows[row] = -1 if matcher.due is None else 0
-                if matcher.due is not None:
-                    rows[row].view(np.uint32)[matcher.due // 32] = 1 << matcher.due % 32
-                continue
-            matcher = matcher.answering
+    drafted = {one.row: one for one in wanted if one.drafts}
+    for answer, row, drafts in wanted:
+        matcher = answer.matcher.answering if isinstance(answer.matcher, ThoughtMatcher) else answer.matcher
         if matcher is not None and not matcher.is_over:
             going_on.append((matcher, row))
-    drafted = {one.row: one for one in wanted if one.drafts}
+            continue
+        rows[row : row + 1 + len(drafts)] = -1
+        if matcher is None and answer.is_made:
+            filled.add(row)
+            _force(rows[row], answer.due)
     Matcher.fill([one for one in going_on if one[1] not in drafted], rows)
     for matcher, row in going_on:
         if row in drafted:
-            most = matcher.fill_drafted(row, drafted[row].drafts, rows)
-            if most is not None:
-                masks.most[drafted[row].answer.request_id] = most
-    for row, one in drafted.items():
-        if row not in {of for _, of in going_on}:
-            rows[row : row + 1 + len(one.drafts)] = -1
-    open_rows = reasoning | {row for matcher, row in going_on if not matcher.is_over and rows[row].any()}
-    ended = [(answer, row) for answer, row in answers if row not in open_rows]
+            masks.note_most(drafted[row].answer, matcher.fill_drafted(row, drafted[row].drafts, rows))
+    filled |= {row for matcher, row in going_on if not matcher.is_over}
+    for answer, row, drafts in wanted:
+        # the end of reasoning is forced: its length has a limit
+        if answer.rules is not None and row in filled and answer.due is None:
+            masks.note_most(answer, answer.rules.apply(rows[row : row + 1 + len(drafts)], drafts))
+    ended = [(one.answer, one.row) for one in wanted if one.row not in filled or not rows[one.row].any()]
     for _, row in ended:
         rows[row] = -1
-    return [GrammarEnd(answer.request_id, _why_not(answer.matcher)) for answer, _ in ended]
+    return [GrammarEnd(answer.request_id, _why_not(answer)) for answer, _ in ended]
 
 
-def _why_not(matcher: Matcher | ThoughtMatcher | None) -> str | None:
+def _force(row: NDArray[np.int32], due: int | None) -> None:
+    """Only the token that is due, if one is."""
+    if due is not None:
+        row[:] = 0
+        row.view(np.uint32)[due // 32] = 1 << due % 32
+
+
+def _why_not(answer: _Answer) -> str | None:
     """None: the answer is complete."""
-    if matcher is None:
+    matcher = answer.matcher
+    if not answer.is_made:
         return "its schema or grammar could not be compiled again"
-    error = matcher.error
-    if error is None and matcher.is_accepting:
+    if matcher is None or (matcher.error is None and matcher.is_accepting):
         return None
-    return (
-        f"the answer cannot meet its schema or grammar: {error or 'no token of this model can continue it'}"
-    )
+    none = "no token of this model" if answer.rules is None else "none of the tokens that it may have"
+    return f"the answer cannot meet its schema or grammar: {matcher.error or f'{none} can continue it'}"

@@ -201,7 +201,7 @@ class Replays:
         if found is None:
             flow, tensors = self.get(bucket).flow, self._made(partial(room, bucket.num_tokens))
             name = f"{kind} after {bucket.label}"
-            replay = self._record(name, [("pass", lambda: run(flow, tensors))])
+            replay = self.whole(name, [("pass", lambda: run(flow, tensors))])
             found = self._passes[bucket, kind] = CapturedPass(replay, tensors)
         return found
 
@@ -225,10 +225,21 @@ class Replays:
             ints = torch.from_numpy(packed.ints)
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
         ops = [(one.label, one.op) for one in self._forward.ops(flow, bucket.is_decode)]
-        replay = self._record(f"step {bucket.label}", ops)
+        replay = self._forward.recorded(f"step {bucket.label}", ops, self)
         return Captured(replay, flow, self._addresses())
 
-    def _record(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
+    @property
+    def padding_row(self) -> int:
+        return self.packer.padding_row
+
+    def piece(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
+        """A part of a step. On a GPU it runs once: the next part is recorded over what it leaves."""
+        replay = self.whole(name, ops)
+        if self.inputs.device.type == "cuda":
+            self._lane.replay(replay).wait_done()
+        return replay
+
+    def whole(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
         """No op may run while a capture is open. Kernels that compile or choose a plan at first use are run
         once before it."""
         if self.inputs.device.type == "cuda":

@@ -98,7 +98,8 @@ class _Answers:
 def _is_certain(request: Request) -> bool:
     """True if only `max_tokens` can end it."""
     sampling = request.sampling
-    return sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids or sampling.grammar)
+    ends = sampling.stop or sampling.stop_token_ids or sampling.grammar or sampling.rules_out
+    return sampling.ignore_eos and not ends
 
 
 def _route(request: Request) -> str:

@@ -128,8 +128,8 @@ class Scheduler:
         return None if life is None else self._end(life, self._events.of_end(life, FinishReason.CANCELLED))
 
     def stop(self, request_id: str, error: str | None) -> TokenEvent | None:
-        """Its grammar allows no further token: the answer is complete, or `error` says why it cannot be
-        completed. None if it has ended already."""
+        """Its grammar or token rules allow no further token: the answer is complete, or `error` says why it
+        cannot be completed. None if it has ended already."""
         life = self.lives.get(request_id)
         if life is None:
             return None
