@@ -1,5 +1,5 @@
-"""Tests that only a GPU runs would break unseen: what they import is there. Their files skip themselves before
-they import most of it."""
+"""Tests that only a GPU runs would break unseen: what they import is there. Their files skip themselves
+before they import most of it."""
 
 from __future__ import annotations
 

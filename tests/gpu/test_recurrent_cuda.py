@@ -1,9 +1,10 @@
-"""Hybrid models on CUDA: against `transformers` on the CPU, decode steps as replays, prompts op by op, and
+"""Hybrid models on CUDA: against `transformers` on the CPU, steps as replays and op by op, and
 the sizes of published models, whose heads have 256 values."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def test_a_hybrid_model_computes_on_cuda_what_transformers_computes(family: str,
     with served(save(reference, tmp_path), device="cuda") as engine:
         found = [scored(engine, prompt) for prompt in prompts]
         run_all(engine)
-        assert all(shape.is_decode for shape in engine.parts.executor.target.replays.buckets)
+        assert not all(shape.is_decode for shape in engine.parts.executor.target.replays.buckets)
         for tier in ("none", "device", "host"):
             if tier == "host":
                 settle_all(engine)
@@ -81,6 +82,41 @@ def test_crowds_on_cuda_get_the_tokens_of_each_request_alone(model: str, capture
     for prompt, one in zip(asked, found, strict=True):
         assert one.error is None
         assert one.tokens == contiguous_kv.generate(reference, prompt, 30)
+    engine.close(timeout_s=60.0)
+    check_silent(sanitizer)
+
+
+@pytest.mark.parametrize("model", [MODEL, WIDE])
+@pytest.mark.usefixtures("wide")
+def test_a_sequence_that_does_not_fit_on_cuda_gets_the_tokens_of_its_state(model: str) -> None:
+    sizes = {"blocks": 24, "host_blocks": 120, "resident_tokens": 160, "max_model_len": 900, "max_batch": 4}
+    engine, sanitizer = build_sanitized(tiny_config(model, device="cuda", **sizes))
+    reference, prompt = engine.parts.executor.target.model, prompts(500, seed=3)
+    for _ in range(2):
+        found = submit(engine, prompt, max_tokens=20)
+        run_all(engine)
+        assert found.tokens == contiguous_kv.generate(reference, prompt, 20)
+    assert found.source == KvSource(host=496, computed=4)
+    engine.close(timeout_s=60.0)
+    check_silent(sanitizer)
+
+
+@pytest.mark.parametrize("tier", ["ssd", "host"])
+def test_states_come_back_on_cuda_from_disk_and_from_pinned_memory(tier: str, tmp_path: Path) -> None:
+    sizes = {"blocks": 60, "host_blocks": 200, "ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.05}
+    engine, sanitizer = build_sanitized(tiny_config(MODEL, device="cuda", **sizes))
+    states, prompt = engine.cache.states, prompts(200, seed=4)
+    assert states is not None
+    while states.pool.counts.reserved:  # until its memory is pinned
+        time.sleep(0.01)
+    right = contiguous_kv.generate(engine.parts.executor.target.model, prompt, 20)
+    for _ in range(2):
+        found = submit(engine, prompt, max_tokens=20)
+        run_all(engine)
+        assert found.tokens == right
+        settle_all(engine)
+        engine.parts.cache.reset(["device"] if tier == "host" else ["device", "host"])
+    assert found.source == KvSource(computed=8, **{tier: 192})
     engine.close(timeout_s=60.0)
     check_silent(sanitizer)
 

@@ -20,7 +20,8 @@ if not INTERPRETED and not torch.cuda.is_available():
     )
 
 from penstock.engine.execution import triton_states  # noqa: E402
-from penstock.engine.execution.state_drafts import Groups, Inputs, run_groups  # noqa: E402
+from penstock.engine.execution.state_drafts import Groups, run_groups  # noqa: E402
+from penstock.models.delta_rule import DeltaInputs  # noqa: E402
 from penstock.models.model import Recurrence  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -60,12 +61,12 @@ def test_tokens_find_and_states_become_the_same(dims: Recurrence, seed: int) -> 
     groups, kept = groups.longest_first(), kept.longest_first()
     right_windows, right_matrices = windows.clone(), matrices.clone()
     for layer in range(num_layers):
-        given = Inputs(qkv[layer], conv[layer], -decay[layer], beta[layer])
+        given = DeltaInputs(qkv[layer], conv[layer], -decay[layer], beta[layer])
         right = torch.empty(num, dims.num_value_heads, dims.value_dim)
         run_groups(given, groups, windows[:, layer], matrices[:, layer], dims, right)
         window, state = run_groups(given, kept, windows[:, layer], matrices[:, layer], dims, None)
         right_windows[kept.rows, layer], right_matrices[kept.rows, layer] = window, state
-        ours = Inputs(own[2][layer], own[3][layer], -own[4][layer], own[5][layer])
+        ours = DeltaInputs(own[2][layer], own[3][layer], -own[4][layer], own[5][layer])
         found = torch.empty_like(right, device=DEVICE)
         states = own[0][:, layer], own[1][:, layer]
         triton_states.advance_groups(ours, states, where, dims, found)

@@ -445,7 +445,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     budget = _budget(config, setup.device, max_model_len)
     if not holds_all:
         budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
-    if storage.host_arena is not None and not any(dims.windows) and dims.recurrence is None:
+    if storage.host_arena is not None and not any(dims.windows):
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
@@ -458,6 +458,8 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     )
     if setup.ranks.size > 1:
         residency = replace(residency, division=None, refusal="the model is on several ranks")
+    if dims.recurrence is not None:
+        residency = replace(residency, division=None, refusal="the model has recurrent layers")
     division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -945,8 +947,7 @@ def _max_model_len(
 
 def _why_unpaged(dims: ModelConfig) -> str:
     """Empty: a sequence may be partly in host memory."""
-    kind = "sliding windows" if any(dims.windows) else "recurrent layers" if dims.recurrence else ""
-    return f"a model with {kind} is not paged out" if kind else ""
+    return "a model with sliding windows is not paged out" if any(dims.windows) else ""
 
 
 def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:

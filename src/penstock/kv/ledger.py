@@ -134,7 +134,7 @@ class Ledger:
         rule, pool = self.rule, self._pool
         found = rule.find(pool, keys, want if isinstance(want, PoolWant) else None)
         if most_resident is not None:
-            num_paged = self.host.num_leading(keys)
+            num_paged = rule.num_usable(keys, self.host.num_leading(keys))
             if num_paged < found.num_blocks <= most_resident:
                 return Match(found.num_blocks, rule.num_taken(pool, found.slots), False)
             return Match(0, 0, False, num_paged=num_paged)

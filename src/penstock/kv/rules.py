@@ -83,6 +83,9 @@ class PrefixRule(Protocol):
     ) -> Usable:
         """A longer one than `found`, with the blocks of `lease` that are worth loading; else `found`."""
 
+    def num_usable(self, keys: Sequence[bytes], num: int) -> int:
+        """How many of the first `num` blocks are of use, if all of them are there."""
+
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         """The first block that colder tiers are asked for; the number of keys if the device has all."""
 
@@ -129,6 +132,9 @@ class WholePrefix:
     ) -> Usable:
         return found._replace(num_colder=loads.worth(lease, found.num_blocks))
 
+    def num_usable(self, keys: Sequence[bytes], num: int) -> int:
+        return num
+
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         return len(pool.find(keys))
 
@@ -167,6 +173,9 @@ class WithStates(WholePrefix):
         num_whole = max(longer.num_blocks, lease.num_tokens // self._block_tokens)
         num_colder = min(longer.num_colder, num_whole - longer.num_blocks)
         return self._cut(longer._replace(num_colder=num_colder), keys)
+
+    def num_usable(self, keys: Sequence[bytes], num: int) -> int:
+        return self.states.last_before(keys, num)
 
     def to_read(self, pool: BlockPool, keys: Sequence[bytes], lease: HostLease | None) -> ToRead:
         """Blocks behind the last boundary that has a state are of no use."""
@@ -235,6 +244,9 @@ class LastWindow:
         # a part of it is of no use: a shorter prefix needs earlier blocks
         num_worth = loads.worth(lease, longer.num_blocks, found.num_blocks)
         return longer if num_worth >= longer.num_colder else found
+
+    def num_usable(self, keys: Sequence[bytes], num: int) -> int:
+        return num
 
     def first_colder(self, pool: BlockPool, keys: Sequence[bytes], host: HostTier) -> int:
         found = self.find(pool, keys)

@@ -212,7 +212,7 @@ class ColdStates:
             read.keeps = False
 
 
-class StateSearch:
+class ColdSearch:
     """Implements `contract.StateSearch`."""
 
     def __init__(self, states: KeptStates, keys: Sequence[bytes]) -> None:
@@ -261,7 +261,7 @@ class KeptStates:
         self.cold = ColdStates(HostTier(pool, 1, 0.0)) if cold is None else cold
         self.num_skipped = 0  # states that were not kept, since every slot was in use
         self.expected = Counter[tuple[int, bytes]]()  # depth and key
-        self._ahead: list[tuple[StateSearch, Sequence[bytes]]] = []  # of prefetches
+        self._ahead: list[tuple[ColdSearch, Sequence[bytes]]] = []  # of prefetches
 
     def last_before(self, keys: Sequence[bytes], end: int) -> int:
         """The last boundary, in blocks, at or before `end` that has a state in some tier; 0: none."""
@@ -279,8 +279,8 @@ class KeptStates:
         """In host memory."""
         return len(self.pool.find((key,))) > 0
 
-    def search(self, keys: Sequence[bytes]) -> StateSearch | None:
-        return StateSearch(self, keys) if self.cold.tiers and keys else None
+    def search(self, keys: Sequence[bytes]) -> ColdSearch | None:
+        return ColdSearch(self, keys) if self.cold.tiers and keys else None
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
         """Read the last state of this prefix into host memory, for a request that may come."""

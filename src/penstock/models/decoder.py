@@ -58,12 +58,13 @@ class DecoderLayer:
         self, hidden: Tensor, residual: Tensor | None, kv: Any, lora: LoraRuns | None
     ) -> tuple[Tensor, Tensor]:
         """The next (hidden, residual); see `Decoder.layer`."""
-        q, k, v, residual = self.project(hidden, residual, kv, lora)
-        return self.finish(kv.attend(self.index, q, k, v), residual, lora)
+        q, k, v, rest = self.project(hidden, residual, kv, lora)
+        return self.finish(kv.attend(self.index, q, k, v), rest, lora)
 
     def project(
         self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """q, k and v, and what `finish` needs besides what they find: the residual stream."""
         x, residual = self._normed(hidden, residual)
         qkv = self._linear("qkv", x, lora)
         return *kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm), residual
@@ -74,9 +75,9 @@ class DecoderLayer:
             return self.ops.rms_norm(hidden, self.attn_norm, self.eps), hidden
         return self.ops.add_rms_norm(hidden, residual, self.attn_norm, self.eps)
 
-    def finish(self, attended: Tensor, residual: Tensor, lora: LoraRuns | None) -> tuple[Tensor, Tensor]:
+    def finish(self, attended: Tensor, rest: Any, lora: LoraRuns | None) -> tuple[Tensor, Tensor]:
         x = self._linear_shares("out", attended, lora)
-        x, residual = self.ops.add_rms_norm(x, residual, self.ffn_norm, self.eps)
+        x, residual = self.ops.add_rms_norm(x, rest, self.ffn_norm, self.eps)
         return self.mlp(x, lora), residual
 
     def mlp(self, x: Tensor, lora: LoraRuns | None) -> Tensor:
@@ -151,16 +152,16 @@ class Decoder:
 
     def project(
         self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """A layer up to its attention, for steps that attend in several passes: q, k and v as
-        `PagedKv.rotate_and_write` returns them, and the residual stream."""
+        `PagedKv.rotate_and_write` returns them, and the rest for `finish`."""
         return self.layers[index].project(hidden, residual, kv, lora)
 
     def finish(
-        self, index: int, attended: Tensor, residual: Tensor, lora: LoraRuns | None = None
+        self, index: int, attended: Tensor, rest: Any, lora: LoraRuns | None = None
     ) -> tuple[Tensor, Tensor]:
         """The rest of the layer. `layer` is both, with `PagedKv.attend` between them."""
-        return self.layers[index].finish(attended, residual, lora)
+        return self.layers[index].finish(attended, rest, lora)
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) ->

@@ -48,18 +48,17 @@ class GatedLayer(RoutedLayer):
         rows = torch.cat((q[:, head], kv[:num_keys, head], kv[num_keys:], gate)).flatten()
         return {"qkv": rows, "q_norm": head, "k_norm": head}
 
-    def forward(
-        self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
-    ) -> tuple[Tensor, Tensor]:
-        qkv, gate, residual = self._gated(hidden, residual, lora)
-        q, k, v = kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm)
-        return self.finish(kv.attend(self.index, q, k, v) * gate.sigmoid(), residual, lora)
-
     def project(
         self, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        qkv, _, residual = self._gated(hidden, residual, lora)
-        return *kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm), residual
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        qkv, gate, residual = self._gated(hidden, residual, lora)
+        return *kv.rotate_and_write(self.index, qkv, self.q_norm, self.k_norm), (residual, gate)
+
+    def finish(
+        self, attended: Tensor, rest: tuple[Tensor, Tensor], lora: LoraRuns | None
+    ) -> tuple[Tensor, Tensor]:
+        residual, gate = rest
+        return super().finish(attended * gate.sigmoid(), residual, lora)
 
     def _gated(
         self, hidden: Tensor, residual: Tensor | None, lora: LoraRuns | None

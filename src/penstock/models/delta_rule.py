@@ -9,7 +9,8 @@ the token's key k, and stores the value v there, both as far as beta says. The o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,78 @@ from penstock.models.model import Recurrence
 
 CHUNK_TOKENS = 64  # solved as one triangular system
 _LEAST_SQUARE = 1e-6  # added to the square of a length
+
+
+class LayerStates(NamedTuple):
+    """One layer of the states of all rows, changed in place."""
+
+    windows: Tensor  # [rows, window - 1, width]
+    matrices: Tensor  # [rows, heads, key_dim, value_dim]
+
+
+class DeltaInputs(NamedTuple):
+    """Of one layer, by token."""
+
+    qkv: Tensor  # [T, width], perhaps a part of wider rows
+    conv: Tensor  # [width, 1, window]
+    decay: Tensor  # float32 [T, heads], its logarithm
+    beta: Tensor  # float32 [T, heads]
+
+
+class Prompts(NamedTuple):
+    """Requests with tokens of any number."""
+
+    rows: Tensor  # int32 [N]: of their states
+    starts: Tensor  # int32 [N + 1]: their tokens are counted from here on,
+    before: int  # less so many
+    longest: int  # tokens, at most
+    lengths: Sequence[int] | None  # None: the host does not know them, and there may be tokens of no request
+
+
+class DeltaForm(Protocol):
+    """How tokens run through states. Returns float32 [T, heads, value_dim]."""
+
+    needs_lengths: bool  # of prompts; such a step cannot be captured
+
+    def steps(self, states: LayerStates, rows: Tensor, inputs: DeltaInputs) -> Tensor:
+        """One token of the request in each of `rows`."""
+
+    def prompts(self, states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor: ...
+
+
+class ReadableDelta:
+    """Implements `DeltaForm` in PyTorch."""
+
+    needs_lengths = True
+
+    def __init__(self, dims: Recurrence) -> None:
+        self._dims = dims
+
+    def steps(self, states: LayerStates, rows: Tensor, inputs: DeltaInputs) -> Tensor:
+        return self._run(states, rows, 1, inputs)
+
+    def prompts(self, states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
+        """One by one."""
+        found, at = [], 0
+        assert prompts.lengths is not None
+        for number, length in enumerate(prompts.lengths):
+            own, at = slice(at, at + length), at + length
+            parts = DeltaInputs(inputs.qkv[own], inputs.conv, inputs.decay[own], inputs.beta[own])
+            found.append(self._run(states, prompts.rows[number : number + 1], length, parts))
+        return torch.cat(found)
+
+    def _run(self, states: LayerStates, rows: Tensor, length: int, inputs: DeltaInputs) -> Tensor:
+        """As many tokens of each of the requests in `rows`."""
+        qkv, conv, decay, beta = inputs
+        rows, parts = rows.long(), (qkv.float(), decay, beta)
+        qkv, decay, beta = (part.unflatten(0, (-1, length)) for part in parts)
+        mixed, window = convolved(qkv, states.windows.index_select(0, rows), conv)
+        states.windows.index_copy_(0, rows, window)
+        heads = heads_of(mixed, decay, beta, self._dims)
+        run = one_step if length == 1 else many_steps
+        out, state = run(heads, states.matrices.index_select(0, rows))
+        states.matrices.index_copy_(0, rows, state)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 class Heads(NamedTuple):

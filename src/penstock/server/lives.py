@@ -72,12 +72,12 @@ class Lives:
             life.states.append((state, self._since_arrival(life, at_s)))
         else:
             life.num_omitted += 1
-        self._count(life)
+        self._note_change(life)
 
     def request_answered(self, request_id: str, source: KvSource, loaded_s: float, at_s: float) -> None:
         life = self._open[request_id]
         life.source, life.loaded_s, life.first_s = source, loaded_s, self._since_arrival(life, at_s)
-        self._count(life)
+        self._note_change(life)
 
     def request_ended(self, request_id: str, finish: str, totals: Totals, at_s: float) -> None:
         """In both containers for a moment, never in none."""
@@ -86,9 +86,9 @@ class Lives:
         life.number = self._num_changes + 1  # those that ended are in the order of their numbers
         self._ended.append(life)
         del self._open[request_id]
-        self._count(life)
+        self._note_change(life)
 
-    def _count(self, life: RequestLife) -> None:
+    def _note_change(self, life: RequestLife) -> None:
         """Last of all: a reader that knows the number of a change has seen the whole change."""
         life.number = self._num_changes + 1
         self._num_changes += 1

@@ -123,11 +123,16 @@ class MooncakeStore(SharedStore):
         return f"<MooncakeStore {self._address.host}:{self._address.port} over {self._address.protocol}>"
 
     def find(self, keys: Sequence[bytes]) -> int:
-        if not keys:
-            return 0
-        until = self._until()
-        codes = _checked(self._clients.connected(until).ask("exist", self._names(keys), until))
+        codes = self._exist(keys) if keys else []
         return next((place for place, code in enumerate(codes) if code != 1), len(keys))
+
+    def find_last(self, keys: Sequence[bytes]) -> int:
+        there = [place for place, code in enumerate(self._exist(keys) if keys else [], 1) if code == 1]
+        return there[-1] if there else 0
+
+    def _exist(self, keys: Sequence[bytes]) -> list[int]:
+        until = self._until()
+        return _checked(self._clients.connected(until).ask("exist", self._names(keys), until))
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         until = self._until()

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # requests of this store that run at once
+_MOST_LOOKED = 256  # keys that a search for the last one looks at
 _REMOVE_AT_ONCE = 500  # objects that one request of a reset removes
 
 
@@ -140,6 +141,18 @@ class BucketStore(SharedStore):
                 missing = places[first]
                 there = places[first - 1] + 1 if first else there
         return there
+
+    def find_last(self, keys: Sequence[bytes]) -> int:
+        """Looks at the last `_MOST_LOOKED` keys, from behind: each is a request."""
+        until, end = self._until(), len(keys)
+        while end > max(0, len(keys) - _MOST_LOOKED):
+            first = max(0, end - _AT_ONCE)
+            found = self._requests.each(self._has, keys[first:end], until)
+            there = [place for place, has in enumerate(found, first + 1) if has is True]
+            if there:
+                return there[-1]
+            end = first
+        return 0
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         until = self._until()

@@ -197,6 +197,16 @@ class ValkeyStore(SharedStore):
                 return first + there.index(False)
         return len(keys)
 
+    def find_last(self, keys: Sequence[bytes]) -> int:
+        until, end = self._until(), len(keys)
+        while end:
+            first = max(0, end - _FIND_KEYS)
+            there = self._flags([("EXISTS", name) for name in self._names(keys[first:end])], until)
+            if any(there):
+                return end - there[::-1].index(True)
+            end = first
+        return 0
+
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         until = self._until()
         names, outcomes = self._names(keys), []

@@ -132,7 +132,7 @@ def test_what_memory_has_lost_is_read_from_disk(
 def test_a_state_that_is_damaged_or_gone_is_a_miss_and_an_earlier_one_serves(
     start: Start, disk: dict[str, Any], prompts: Prompts, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds invariant 23 for states."""
+    """Holds invariant 23: a state counts as any other block."""
     engine, prompt = start(**disk, state_every=64), prompts(150)
     generate(engine, prompt)
     forget_memory(engine)
@@ -274,6 +274,7 @@ def test_another_engine_continues_over_a_store(start: Start, shared: Shared, pro
 def test_a_store_that_has_lost_the_last_blocks_serves_an_earlier_state(
     start: Start, shared: Shared, prompts: Prompts
 ) -> None:
+    """Holds invariant 15a: a state without its blocks is of no use."""
     first, prompt = start(**REMOTE, state_every=64), prompts(150)
     generate(first, prompt)
     settle_all(first)
@@ -521,7 +522,7 @@ def test_a_state_that_is_found_before_it_has_been_read_is_noticed(
 ) -> None:
     """The request would begin with whatever is in the slot."""
     monkeypatch.setattr(KeptStates, "pin", lambda own, owner, key: own.pool.pin([0], owner))
-    monkeypatch.setattr("penstock.kv.states.StateSearch.reads_first", lambda own, key, num: False)
+    monkeypatch.setattr("penstock.kv.states.ColdSearch.reads_first", lambda own, key, num: False)
     make = functools.partial(make_engine, MODEL, **ROOM, **REMOTE)
     first, prompt = make(), prompts(100)
     generate(first, prompt)

@@ -92,6 +92,18 @@ def test_a_prompt_that_comes_back_begins_at_its_last_boundary(
     all_at_rest(engine)
 
 
+def test_a_prompt_that_ends_where_a_state_is_kept_begins_before_it(
+    make: MakeEngine, prompts: Prompts
+) -> None:
+    """That state has its last token already, which is computed again."""
+    engine, prompt = make(state_every=16), prompts(96)
+    generate(engine, [*prompt, *prompts(30, seed=1)])
+    found = generate(engine, prompt, max_tokens=20)
+    assert found.source == KvSource(device=80, computed=16)
+    assert_right(engine, prompt, found, 20)
+    all_at_rest(engine)
+
+
 def test_a_conversation_computes_its_newest_answer_and_question_alone(
     make: MakeEngine, prompts: Prompts
 ) -> None:

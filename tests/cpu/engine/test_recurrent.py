@@ -19,12 +19,12 @@ from penstock.config import EngineConfig, KvConfig, LoraConfig
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution import states
 from penstock.engine.execution.passes import STATES, StatePass, StepOps
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.engine.execution.states import StateSlots
+from penstock.engine.execution.states import BoundStates, StateSlots
 from penstock.errors import ConfigError
 from penstock.lanes.cpu import CpuLane
+from penstock.models import delta_rule
 from penstock.models.loader import read_config
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.report import Kind
@@ -107,8 +107,8 @@ def test_a_state_that_does_not_advance_is_noticed(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """The fault, in decodes and in prompts."""
-    right = getattr(states, form)
-    monkeypatch.setattr(states, form, lambda heads, state: (right(heads, state)[0], state))
+    right = getattr(delta_rule, form)
+    monkeypatch.setattr(delta_rule, form, lambda heads, state: (right(heads, state)[0], state))
     engine, prompt = make_engine(MODEL, prefill_chunk=50), prompts(120)
     assert generate(engine, prompt, max_tokens=20).tokens != expected(engine, prompt, 20)
 
@@ -117,7 +117,7 @@ def test_two_requests_in_one_row_are_noticed(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault: a row is given to the next request while its owner still runs."""
-    advance = states.BoundStates.advance
+    advance = BoundStates.advance
 
     def one_row(bound: Any, *args: Any) -> Any:
         rows = bound._inputs.rows
@@ -126,7 +126,7 @@ def test_two_requests_in_one_row_are_noticed(
         rows[:] = own
         return found
 
-    monkeypatch.setattr(states.BoundStates, "advance", one_row)
+    monkeypatch.setattr(BoundStates, "advance", one_row)
     engine = make_engine(MODEL, capture=False)
     asked = [prompts(40, seed=seed) for seed in range(2)]
     found = [submit(engine, prompt, max_tokens=10) for prompt in asked]
@@ -252,14 +252,14 @@ def test_a_step_that_fails_in_the_middle_of_its_layers_spoils_no_later_request(
     running = [submit(engine, prompts(30, seed=seed), max_tokens=40) for seed in range(2)]
     while not all(one.tokens for one in running):
         engine.step()
-    advance, calls = states.BoundStates.advance, iter(range(10_000))
+    advance, calls = BoundStates.advance, iter(range(10_000))
 
     def fails_once(bound: Any, *args: Any) -> Any:
         if next(calls) == 1:
             raise RuntimeError("the second layer was told to fail")
         return advance(bound, *args)
 
-    monkeypatch.setattr(states.BoundStates, "advance", fails_once)
+    monkeypatch.setattr(BoundStates, "advance", fails_once)
     run_all(engine)
     assert all(one.finish is FinishReason.ERROR for one in running)
     asked = [prompts(40, seed=seed) for seed in (3, 4)]
@@ -347,7 +347,6 @@ def test_more_states_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 REFUSED: dict[str, dict[str, Any]] = {
     "--deterministic": {"deterministic": True},
-    "--kv-resident-tokens": {"kv": KvConfig(resident_tokens=512)},
     "--kv-residency": {"kv": KvConfig(residency="scored")},
     "--kv-events": {"kv": KvConfig(events=True)},
     "--lora": {"lora": LoraConfig((("a", "somewhere"),))},
@@ -370,6 +369,7 @@ def test_what_needs_a_prefix_or_a_state_that_goes_back_is_refused_by_name(flag: 
 def test_a_context_larger_than_the_device_is_refused_in_words_that_help(make_engine: MakeEngine) -> None:
     config = dataclasses.replace(tiny_config(MODEL, blocks=8), engine=EngineConfig(max_model_len=400))
     with pytest.raises(
-        ConfigError, match="raise --device-kv-gib: a model with recurrent layers is not paged out"
+        ConfigError,
+        match="raise --device-kv-gib, or let it be paged out with --kv-offload",
     ):
         build.build(config)

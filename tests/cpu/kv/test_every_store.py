@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from penstock.kv.tiers.remote import KINDS, open_store
-from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, Written, pack
+from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, SparseStore, Written, pack
 from tests.cpu.kv.remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
 from tests.store_servers import valkey_or_skip
 from tests.support.servers import Bucket, Mooncake, ServerMissing, mooncake_environment
@@ -104,6 +104,17 @@ def test_what_is_not_there_is_missing(store: BlockStore, slots: Slots) -> None:
     assert slots.read(store, [missing[0], there[0], missing[1], there[1]]) == [MISSING, DONE, MISSING, DONE]
     assert (store.find([*there, *missing]), store.find(missing), store.find([])) == (2, 0, 0)
     assert slots.read(store, []) == slots.write(store, []) == []
+
+
+def test_the_last_one_that_is_there_is_found_behind_others_that_are_not(
+    store: BlockStore, slots: Slots
+) -> None:
+    """Of few boundaries a state is kept."""
+    keys = keys_of("sparse", 300)
+    slots.write(store, [keys[99], keys[250]])
+    assert isinstance(store, SparseStore)
+    found = [store.find_last(keys[:end]) for end in (300, 251, 250, 100, 99, 0)]
+    assert found == [251, 251, 100, 100, 0, 0]
 
 
 WRONG: dict[str, Callable[[bytes, bytes, memoryview], bytes]] = {

@@ -28,7 +28,7 @@ class Attending(NamedTuple):
 
     q: Tensor
     partial: Partial
-    residual: Tensor
+    rest: Any  # for the rest of the layer
 
 
 class BoundKv:
@@ -181,6 +181,7 @@ class Forward:
         self.model = model
         self.slots, self.state_drafts = states
         self._stores = layer_stores(model.config, attention, *states)
+        self._with_kv = [layer for layer, one in enumerate(self._stores) if one.layers[0] < one.layers[1]]
         self._begin = begin
         self.attention = attention
         # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
@@ -196,9 +197,11 @@ class Forward:
         return self.model.rope, self.attention.arena, *slots, *drafts
 
     def captures(self, shape: Shape) -> bool:
-        """Whether steps of this shape can be captured: how prompts run through states depends on their
-        lengths, which a replay does not know."""
-        return self.slots is None or shape.is_decode
+        """Whether steps of this shape can be captured. How prompts run through states may depend on their
+        lengths, which a replay does not know. Beside drafts, prompts are in no replay."""
+        if self.slots is None or shape.is_decode:
+            return True
+        return not self.slots.form.needs_lengths and self.state_drafts is None
 
     def recorded(self, label: str, ops: Sequence[tuple[str, Op]], recorder: Recorder) -> Replay:
         """A replay of `ops`, those of a captured step."""
@@ -246,14 +249,14 @@ class Forward:
         kv = self._stores[index].bound(flow)
         flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
-    def attend_resident(self, flow: Flow, index: int) -> None:
-        """A layer up to its attention over blocks on the device. `add_piece` may follow several times, then
-        `finish`."""
+    def attend_resident(self, flow: Flow, number: int) -> None:
+        """Layer `number` of those with KV, up to its attention over blocks on the device. `add_piece` may
+        follow several times, then `finish`."""
         assert flow.hidden is not None
-        inputs = flow.bound_inputs()
-        kv = BoundKv(self.attention, inputs)
-        q, k, v, residual = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
-        flow.attending = Attending(q, self.attention.attend_resident(index, q, k, v, inputs), residual)
+        inputs, index = flow.bound_inputs(), self._with_kv[number]
+        kv = BoundKv(self.attention, inputs, number - index)
+        q, k, v, rest = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
+        flow.attending = Attending(q, self.attention.attend_resident(number, q, k, v, inputs), rest)
         if flow.scores is not None:
             flow.scores.note_resident(flow.attending.partial.lse)
 
@@ -261,13 +264,13 @@ class Forward:
         assert flow.attending is not None
         self.attention.add_piece(flow.attending.partial, flow.attending.q, rows, landed())
 
-    def finish(self, flow: Flow, index: int) -> None:
+    def finish(self, flow: Flow, number: int) -> None:
         assert flow.attending is not None
         attending, flow.attending = flow.attending, None
         if flow.scores is not None:
-            flow.scores.add_layer(index, attending.q, attending.partial.lse)
-        attended = attending.partial.out.to(attending.q.dtype)
-        flow.hidden, flow.residual = self.model.finish(index, attended, attending.residual, flow.lora)
+            flow.scores.add_layer(number, attending.q, attending.partial.lse)
+        attended, index = attending.partial.out.to(attending.q.dtype), self._with_kv[number]
+        flow.hidden, flow.residual = self.model.finish(index, attended, attending.rest, flow.lora)
 
     def _head(self, flow: Flow) -> None:
         inputs = flow.bound_inputs()

@@ -15,20 +15,10 @@ from torch import Tensor
 
 from penstock.engine.execution.batch import StepInputs
 from penstock.engine.execution.states import BoundStates, StateSlots
-from penstock.models.delta_rule import convolved, heads_of, one_step
+from penstock.models.delta_rule import DeltaInputs, convolved, heads_of, one_step
 from penstock.models.model import Recurrence
 
 INPUTS_OF_STATES = "inputs of states"  # the name of this memory in declared accesses
-
-
-class Inputs(NamedTuple):
-    """Of the state updates of one layer, by row of the step: float32 `qkv` [R, width] in front of the
-    convolution `conv`, `decay` and `beta` [R, value heads]."""
-
-    qkv: Tensor
-    conv: Tensor
-    decay: Tensor
-    beta: Tensor
 
 
 class Groups(NamedTuple):
@@ -75,7 +65,7 @@ class StateDrafts:
     def num_bytes(dims: Recurrence, num_rows: int) -> int:
         return 4 * len(dims.layers) * num_rows * (dims.qkv_width + 2 * dims.num_value_heads)
 
-    def advance(self, number: int, given: Inputs, inputs: StepInputs) -> Tensor:
+    def advance(self, number: int, given: DeltaInputs, inputs: StepInputs) -> Tensor:
         """What decoded tokens find in the states of layer `number`, each after the drafts before it:
         [R, value heads, value_dim]. The states stay as they are."""
         self._convs[number] = given.conv
@@ -102,7 +92,11 @@ class StateDrafts:
         accepted tokens, and only the states are kept."""
         num, conv = inputs.num_decodes, self._convs[number]
         qkv, decay, beta = (kept[number, :num] for kept in self._kept)
-        given, rows, positions = Inputs(qkv, conv, decay, beta), inputs.rows[:num], inputs.positions[:num]
+        given, rows, positions = (
+            DeltaInputs(qkv, conv, decay, beta),
+            inputs.rows[:num],
+            inputs.positions[:num],
+        )
         windows, matrices = (tensor[:, number] for tensor in self._slots.tensors)
         if qkv.is_cuda:
             from penstock.engine.execution import triton_states
@@ -130,12 +124,12 @@ class BoundDrafts(BoundStates):
         super().__init__(slots, number, inputs)
         self._drafts = drafts
 
-    def _decoded(self, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        return self._drafts.advance(self._number, Inputs(qkv, conv, decay, beta), self._inputs)
+    def _decoded(self, given: DeltaInputs) -> Tensor:
+        return self._drafts.advance(self._number, given, self._inputs)
 
 
 def run_groups(
-    given: Inputs,
+    given: DeltaInputs,
     groups: Groups,
     windows: Tensor,
     matrices: Tensor,

@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.contract import Access, Mode
 from penstock.engine.execution.batch import StepInputs
-from penstock.models.delta_rule import convolved, heads_of, many_steps, one_step
+from penstock.models.delta_rule import DeltaForm, DeltaInputs, LayerStates, Prompts, ReadableDelta
 from penstock.models.model import Recurrence
 
 
@@ -38,6 +39,7 @@ class StateSlots:
         heads = (self.num_layers, dims.num_value_heads, dims.key_dim, dims.value_dim)
         windows, matrices = memory.split_with_sizes((math.prod(window), math.prod(heads)), dim=1)
         self.windows, self.matrices = windows.unflatten(1, window), matrices.unflatten(1, heads)
+        self.form = form_for(dims, memory.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -70,31 +72,29 @@ class BoundStates:
         self._slots, self._number, self._inputs = slots, number, inputs
 
     def advance(self, layer: int, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Decodes together, and each prompt by itself."""
-        inputs, dims = self._inputs, self._slots.dims
-        num, rows = inputs.num_decodes, inputs.rows.long()
-        qkv, found = qkv.float(), qkv.new_zeros(len(qkv), dims.num_value_heads, dims.value_dim).float()
+        inputs, num, found = self._inputs, self._inputs.num_decodes, list[Tensor]()
         if num:
-            found[:num] = self._decoded(qkv[:num], conv, decay[:num], beta[:num])
-        at = num
-        for chunk, (_, length) in enumerate(inputs.spans, start=num):
-            own, at = slice(at, at + length), at + length
-            found[own] = self._run(rows[chunk : chunk + 1], length, conv, qkv[own], decay[own], beta[own])
-        return found
+            found.append(self._decoded(DeltaInputs(qkv[:num], conv, decay[:num], beta[:num])))
+        if len(qkv) > num:  # a captured step has no spans
+            lengths = [length for _, length in inputs.spans] or None
+            longest = max(lengths or [len(qkv) - num])
+            prompts = Prompts(inputs.rows[num:], inputs.q_starts[num:], num, longest, lengths)
+            own = DeltaInputs(qkv[num:], conv, decay[num:], beta[num:])
+            found.append(self._slots.form.prompts(self._states, prompts, own))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _decoded(self, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def _decoded(self, given: DeltaInputs) -> Tensor:
         """The rows of one token each."""
-        return self._run(self._inputs.rows[: len(qkv)].long(), 1, conv, qkv, decay, beta)
+        return self._slots.form.steps(self._states, self._inputs.rows[: len(given.qkv)], given)
 
-    def _run(
-        self, rows: Tensor, length: int, conv: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor
-    ) -> Tensor:
-        """[N * length, ...] of the requests in `rows` -> [N * length, value heads, value_dim]."""
-        qkv, decay, beta = (part.unflatten(0, (-1, length)) for part in (qkv, decay, beta))
-        windows, matrices = (tensor[:, self._number] for tensor in self._slots.tensors)
-        mixed, window = convolved(qkv, windows.index_select(0, rows), conv)
-        windows.index_copy_(0, rows, window)
-        heads = heads_of(mixed, decay, beta, self._slots.dims)
-        out, state = (one_step if length == 1 else many_steps)(heads, matrices.index_select(0, rows))
-        matrices.index_copy_(0, rows, state)
-        return out.transpose(1, 2).flatten(0, 1)
+    @property
+    def _states(self) -> LayerStates:
+        return LayerStates(*(tensor[:, self._number] for tensor in self._slots.tensors))
+
+
+def form_for(dims: Recurrence, device: torch.device) -> DeltaForm:
+    if device.type == "cuda":
+        from penstock.models.triton_delta import TritonDelta
+
+        return TritonDelta()
+    return ReadableDelta(dims)

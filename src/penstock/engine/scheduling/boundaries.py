@@ -71,25 +71,33 @@ class AtBoundaries(Placement):
         self._states = states
         self._every = every
         self._kept: dict[Life, _Kept] = {}
-        self._ended: dict[
-            bytes, None
-        ] = {}  # last keys of sequences; a request that goes on there parts nowhere
+        # last keys of sequences: a request that goes on there does not part
+        self._ended: dict[bytes, None] = {}
+        self._young: dict[Life, _Kept] = {}  # of requests in their prompts, and some that were
 
     def usable_keys(self, waiting: WaitingRequest) -> Sequence[bytes]:
         """Not of a block with its last token: that one is computed, and a state behind it has it already."""
         return super().usable_keys(waiting)[: (waiting.num_tokens - 1) // self._ledger.block_tokens]
 
     def is_ready(self, waiting: WaitingRequest) -> bool:
+        is_known = self.is_known(waiting)
+        return super().is_ready(waiting) and is_known
+
+    def is_known(self, waiting: WaitingRequest) -> bool:
+        """Whether cold tiers have said which state they have for it."""
         self._compare(waiting)
         if waiting.search is None:
             waiting.search = self._states.search(self.usable_keys(waiting))
-        return super().is_ready(waiting) and (waiting.search is None or waiting.search.ready)
+        return waiting.search is None or waiting.search.ready
 
     def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
         """Its blocks are read or loaded meanwhile, or when it has a table."""
-        num = match.num_blocks + match.num_colder
+        return self.reads_state_first(waiting, match.num_blocks + match.num_colder, match.num_known)
+
+    def reads_state_first(self, waiting: WaitingRequest, num: int, num_known: int) -> bool:
+        """It would begin after `num` blocks; `num_known` are cached."""
         key = self.usable_keys(waiting)[num - 1] if num else None
-        return waiting.search is not None and waiting.search.reads_first(key, match.num_known)
+        return waiting.search is not None and waiting.search.reads_first(key, num_known)
 
     def prefetch(self, waiting: WaitingRequest, is_next: bool) -> Prefetch | None:
         """As far as there is a state, once that is known."""
@@ -102,18 +110,23 @@ class AtBoundaries(Placement):
         return match.num_here
 
     def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
+        num = match.num_blocks + match.num_colder
+        return super().open(waiting, match) if self.begin(waiting, num, match.num_known) else None
+
+    def begin(self, waiting: WaitingRequest, num: int, num_known: int) -> bool:
+        """It begins after `num` blocks; `num_known` are cached. False: their state was evicted meanwhile."""
         life, keys, kept = waiting.life, self.usable_keys(waiting), _Kept()
-        num, num_known = match.num_blocks + match.num_colder, min(match.num_known, len(keys))
+        num_known = min(num_known, len(keys))
         if num:
             kept.begins = self._states.pin(life.request.id, keys[num - 1])
             if kept.begins is None:
-                return None
+                return False
         if self._last(waiting) > num:
             self._expect(life, kept, self._last(waiting))
         if num_known - num >= _LEAST_SHARED and keys[num_known - 1] not in self._ended:
             self._expect(life, kept, num_known)
         self._kept[life] = kept
-        return super().open(waiting, match)
+        return True
 
     def _last(self, waiting: WaitingRequest) -> int:
         """The last boundary of a prompt, in blocks, that the next one of its conversation has, too."""
@@ -121,20 +134,22 @@ class AtBoundaries(Placement):
         return (waiting.num_tokens - back) // self._ledger.block_tokens
 
     def enter(self, running: RunningRequest) -> None:
-        self._kept[running.life].running = running
+        kept = self._young[running.life] = self._kept[running.life]
+        kept.running = running
 
     def _compare(self, waiting: WaitingRequest) -> None:
         """Running requests keep a state where its prompt parts from theirs, if they are not that far yet. It
         waits for that."""
         keys, size = self.usable_keys(waiting), self._ledger.block_tokens
-        for life, kept in self._kept.items() if len(keys) >= _LEAST_SHARED else ():
+        for life, kept in list(self._young.items()) if len(keys) >= _LEAST_SHARED else ():
             running = kept.running
-            if running is None or waiting in kept.compared or life.prefix is None:
-                continue
-            kept.compared.add(waiting)
-            num, num_planned = _num_common(keys, life.prefix.keys), running.num_planned // size
-            if num - num_planned >= _LEAST_SHARED and life.request.may_match:
-                self._expect(life, kept, num)
+            if running is None or running.num_planned >= life.num_prompt:
+                del self._young[life]
+            elif waiting not in kept.compared and life.prefix is not None and life.request.may_match:
+                kept.compared.add(waiting)
+                num, num_planned = _num_common(keys, life.prefix.keys), running.num_planned // size
+                if num - num_planned >= _LEAST_SHARED:
+                    self._expect(life, kept, num)
 
     def _expect(self, life: Life, kept: _Kept, num_blocks: int) -> None:
         """It will keep a state after so many blocks of its prompt."""
@@ -157,14 +172,17 @@ class AtBoundaries(Placement):
         return max(0, (start // self._every + 1) * self._every - start - 3)
 
     def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
+        return super().place(running, start, end, room, step)._replace(state=self.move(running, end))
+
+    def move(self, running: RunningRequest, end: int) -> StateMove | None:
+        """What its next chunk, up to token `end`, does with kept states."""
         kept, begins, ends = self._kept[running.life], None, None
         if kept.begins is not None and not kept.is_read:
             begins = kept.begins.slots[0]
         kept.is_read = True
         if end in kept.ends or (self._every and end % self._every == 0):
             ends = self._reserve(running, kept, end)
-        move = None if begins is None and ends is None else StateMove(begins, ends)
-        return super().place(running, start, end, room, step)._replace(state=move)
+        return None if begins is None and ends is None else StateMove(begins, ends)
 
     def _reserve(self, running: RunningRequest, kept: _Kept, boundary: int) -> int | None:
         life = running.life
@@ -193,6 +211,7 @@ class AtBoundaries(Placement):
 
     def leave(self, running: RunningRequest, is_answered: bool, fence: Fence | None) -> None:
         life, kept = running.life, self._kept.pop(running.life)
+        self._young.pop(life, None)
         for boundary in list(kept.ends):
             self._expect_none(life, kept, boundary)
         self._note_end(running)

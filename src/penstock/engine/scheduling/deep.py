@@ -50,6 +50,8 @@ class DeepContexts:
         num_blocks = blocks_for(num_tokens, self.ledger.block_tokens)
         if request.prefix is None or not 0 < self.budget.deep_blocks < num_blocks:
             return self._on_device
+        if isinstance(self._on_device, AtBoundaries):
+            return DeepAtBoundaries(self, request, num_blocks, self._on_device)
         return Deep(self, request, num_blocks)
 
     @property
@@ -341,3 +343,57 @@ class Deep(Placement):
             table.keep_closed(name, context.num_open, num_blocks)
         self._ledger.forget_closed(forgotten)
         return context.place
+
+
+class DeepAtBoundaries(Deep):
+    """Of a model with recurrent layers: its blocks are paged out, its state stays in its row. `boundaries`:
+    of all requests of this model, also of those that fit."""
+
+    saves_rest = False
+    divides = False
+
+    def __init__(
+        self, contexts: DeepContexts, request: Request, num_host_blocks: int, boundaries: AtBoundaries
+    ) -> None:
+        super().__init__(contexts, request, num_host_blocks)
+        self._boundaries = boundaries
+
+    def is_ready(self, waiting: WaitingRequest) -> bool:
+        is_known = self._boundaries.is_known(waiting)
+        return super().is_ready(waiting) and is_known
+
+    def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
+        if super().reads_first(waiting, match):
+            return True
+        num = match.num_blocks + match.num_paged
+        return self._boundaries.reads_state_first(waiting, num, waiting.num_tokens)
+
+    def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
+        table = super().open(waiting, match)
+        if table is None:
+            return None
+        if not self._boundaries.begin(waiting, match.num_blocks + match.num_paged, 0):
+            table.release(None)
+            return None
+        return table
+
+    def enter(self, running: RunningRequest) -> None:
+        super().enter(running)
+        self._boundaries.enter(running)
+
+    def until_boundary(self, running: RunningRequest, num_tokens: int) -> int:
+        return self._boundaries.until_boundary(running, num_tokens)
+
+    def most_drafts(self, running: RunningRequest) -> int:
+        return min(super().most_drafts(running), self._boundaries.most_drafts(running))
+
+    def place(self, running: RunningRequest, start: int, end: int, room: int, step: NextStep) -> Placed:
+        placed = super().place(running, start, end, room, step)
+        return placed._replace(state=self._boundaries.move(running, end))
+
+    def computed(self, running: RunningRequest, fence: Fence | None) -> None:
+        self._boundaries.computed(running, fence)
+
+    def leave(self, running: RunningRequest, is_answered: bool, fence: Fence | None) -> None:
+        super().leave(running, is_answered, fence)
+        self._boundaries.leave(running, is_answered, fence)

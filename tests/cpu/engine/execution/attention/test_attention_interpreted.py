@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("name", "least"),  # tests that have to pass, so that none is skipped unseen
-    [("attention", 30), ("layers", 20), ("sampling", 14), ("drafts", 13), ("states", 1)],
+    [("attention", 30), ("layers", 20), ("sampling", 14), ("drafts", 13), ("states", 1), ("delta", 15)],
 )
 def test_the_kernels_agree_with_the_reference_when_interpreted(name: str, least: int) -> None:
     """The folder's conftest is left out: it skips everything where there is no GPU."""

@@ -1,0 +1,417 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Gated delta layers for CUDA: the convolution and the delta rule as few launches, in place, by row. The
+readable form is `delta_rule.py`, whose arithmetic and float32 these follow. Owns no state.
+
+    one token each     convolve_step, delta_step                        every request of the step at once
+    prompts            convolve, keep_window, prepare_chunks, run_chunks    requests of any lengths at once
+
+Launches depend on shapes and on the most tokens that a request may have; where each begins and ends is read
+on the device, so steps can be captured. In a chunk, what each token stores depends on what those before it
+have stored: `prepare_chunks` solves that for all chunks at once, `run_chunks` then takes a state through the
+chunks of its request. Padding shares a row: its programs may overtake each other, and what they leave there
+is finite and of no use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.models.delta_rule import DeltaInputs, LayerStates, Prompts
+
+CHUNK = 64  # tokens whose system is solved at once; also those that a program of the convolution takes
+CHANNELS = 128  # of the convolution, per program
+STEP_VALUES = 32  # values of a head per program of a step: more programs than heads
+RUN_VALUES = 64  # the same of chunks: a part of the state stays in registers
+PREPARE_WARPS, RUN_WARPS = 8, 8
+STAGES = 1  # of both: with more, loads of the next chunk take shared memory that products need
+# Products of float32 on tensor cores, in three of half the precision: as exact as sums in float32 are.
+PRECISION = "tf32x3"
+_LEAST_SQUARE = 1e-6  # added to the square of a length, as in `delta_rule.py`
+
+
+class TritonDelta:
+    """Implements `DeltaForm`."""
+
+    needs_lengths = False
+
+    def steps(self, states: LayerStates, rows: Tensor, inputs: DeltaInputs) -> Tensor:
+        qkv, sizes = inputs.qkv, _sizes(states, inputs)
+        num, width = qkv.shape
+        mixed = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
+        found = mixed.new_empty(num, sizes["HEADS"], sizes["VALUE_DIM"])
+        convolve_step_kernel[num, triton.cdiv(width, CHANNELS)](
+            *(qkv, inputs.conv, states.windows, mixed, rows),
+            *(qkv.stride(0), states.windows.stride(0)),
+            WIDTH=width,
+            WINDOW=inputs.conv.shape[2],
+            CHANNELS=CHANNELS,
+        )
+        values = min(STEP_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
+        delta_step_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
+            *(mixed, inputs.decay.contiguous(), inputs.beta.contiguous(), states.matrices, found, rows),
+            states.matrices.stride(0),
+            **sizes,
+            VALUES=values,
+        )
+        return found
+
+    def prompts(self, states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
+        """All of them together."""
+        mixed, sizes = _convolved(states, prompts, inputs), _sizes(states, inputs)
+        chunks, num = triton.cdiv(prompts.longest, CHUNK), len(prompts.rows)
+        found = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["VALUE_DIM"])
+        if prompts.lengths is None:
+            found.zero_()  # tokens of no request write KV, too, which has to be finite
+        taken = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["KEY_DIM"])
+        inside = mixed.new_empty(len(mixed), sizes["HEADS"], CHUNK)
+        total = mixed.new_empty(len(mixed), sizes["HEADS"])
+        prepare_chunks_kernel[num * chunks, sizes["HEADS"]](
+            *(mixed, inputs.decay.contiguous(), inputs.beta.contiguous(), found, taken, inside, total),
+            *(prompts.starts, prompts.before, chunks),
+            **sizes,
+            CHUNK=CHUNK,
+            PRECISION=PRECISION,
+            num_warps=PREPARE_WARPS,
+            num_stages=STAGES,
+        )
+        values = min(RUN_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
+        run_chunks_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
+            *(mixed, found, taken, inside, total, states.matrices),
+            *(prompts.rows, prompts.starts, prompts.before, states.matrices.stride(0)),
+            **sizes,
+            CHUNK=CHUNK,
+            VALUES=values,
+            PRECISION=PRECISION,
+            num_warps=RUN_WARPS,
+            num_stages=STAGES,
+        )
+        return found
+
+
+def _convolved(states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
+    """float32 [T, width]; the windows of the rows move on."""
+    qkv, width = inputs.qkv, inputs.qkv.shape[1]
+    mixed = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
+    chunks, channels = triton.cdiv(prompts.longest, CHUNK), triton.cdiv(width, CHANNELS)
+    window = {"WIDTH": width, "WINDOW": inputs.conv.shape[2], "CHANNELS": CHANNELS}
+    where, strides = (prompts.rows, prompts.starts, prompts.before), (qkv.stride(0), states.windows.stride(0))
+    convolve_kernel[len(prompts.rows) * chunks, channels](
+        *(qkv, inputs.conv, states.windows, mixed, *where, chunks, *strides),
+        **window,
+        TOKENS=CHUNK,
+    )
+    keep_window_kernel[len(prompts.rows), channels](*(qkv, states.windows, *where, *strides), **window)
+    return mixed
+
+
+def _sizes(states: LayerStates, inputs: DeltaInputs) -> dict[str, Any]:
+    heads, key_dim, value_dim = states.matrices.shape[1:]
+    width = inputs.qkv.shape[1]
+    return {
+        "WIDTH": width,
+        "HEADS": heads,
+        "SHARED": heads * 2 * key_dim // (width - heads * value_dim),
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEYS": max(16, triton.next_power_of_2(key_dim)),
+        "LEAST": _LEAST_SQUARE,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ convolution
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def convolve_step_kernel(
+    qkv_ptr,  # [requests, WIDTH]
+    conv_ptr,  # [WIDTH, WINDOW]
+    windows_ptr,  # float32 [rows, WINDOW - 1, WIDTH]
+    out_ptr,  # float32 [requests, WIDTH]
+    rows_ptr,
+    qkv_stride,
+    window_stride,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Program (i, j): some channels of the token of request i. The window moves on by it."""
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = channels < WIDTH
+    x = tl.load(qkv_ptr + request * qkv_stride + channels, mask=real, other=0.0).to(tl.float32)
+    total = x * tl.load(conv_ptr + channels * WINDOW + WINDOW - 1, mask=real, other=0.0)
+    window_at = windows_ptr + row * window_stride + channels
+    for place in tl.static_range(WINDOW - 1):
+        earlier = tl.load(window_at + place * WIDTH, mask=real, other=0.0)
+        total += earlier * tl.load(conv_ptr + channels * WINDOW + place, mask=real, other=0.0)
+        if place > 0:
+            tl.store(window_at + (place - 1) * WIDTH, earlier, mask=real)
+    tl.store(window_at + (WINDOW - 2) * WIDTH, x, mask=real)
+    tl.store(out_ptr + request * WIDTH + channels, _silu(total), mask=real)
+
+
+@triton.jit
+def _loaded(qkv_ptr, window_at, first, places, channels, real, qkv_stride, WIDTH, WINDOW):
+    """Inputs of these places of a request whose first token is `first`; those before it are in its window.
+    [places, channels] float32."""
+    behind = (places >= 0)[:, None] & real
+    before = (places < 0)[:, None] & real
+    qkv_at = qkv_ptr + (first + places)[:, None] * qkv_stride + channels[None, :]
+    earlier_at = window_at + (places + WINDOW - 1)[:, None] * WIDTH + channels[None, :]
+    x = tl.load(qkv_at, mask=behind, other=0.0).to(tl.float32)
+    return x + tl.load(earlier_at, mask=before, other=0.0)
+
+
+@triton.jit(do_not_specialize=["before", "chunks"])
+def convolve_kernel(
+    qkv_ptr,  # [T, WIDTH]
+    conv_ptr,
+    windows_ptr,
+    out_ptr,  # float32 [T, WIDTH]
+    rows_ptr,
+    starts_ptr,
+    before,
+    chunks,
+    qkv_stride,
+    window_stride,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Program (i, j): some channels of TOKENS tokens of one request."""
+    request = tl.program_id(0) // chunks
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
+    start = tl.program_id(0) % chunks * TOKENS
+    if start >= length:
+        return
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    window_at = windows_ptr + row * window_stride
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    places = start + tl.arange(0, TOKENS)
+    real = (places < length)[:, None] & (channels < WIDTH)[None, :]
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for place in tl.static_range(WINDOW):
+        at = places - (WINDOW - 1 - place)
+        x = _loaded(qkv_ptr, window_at, first, at, channels, real, qkv_stride, WIDTH, WINDOW)
+        weight = tl.load(conv_ptr + channels * WINDOW + place, mask=channels < WIDTH, other=0.0)
+        total += x * weight[None, :]
+    out_at = out_ptr + (first + places)[:, None] * WIDTH + channels[None, :]
+    tl.store(out_at, _silu(total), mask=real)
+
+
+@triton.jit(do_not_specialize=["before"])
+def keep_window_kernel(
+    qkv_ptr,
+    windows_ptr,
+    rows_ptr,
+    starts_ptr,
+    before,
+    qkv_stride,
+    window_stride,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Program (i, j): the last inputs of a request become its window. A launch of its own: programs of the
+    convolution read the window before."""
+    request = tl.program_id(0)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = channels < WIDTH
+    window_at = windows_ptr + row * window_stride + channels
+    # In order: an earlier place of the window is never read again.
+    for place in tl.static_range(WINDOW - 1):
+        at = length - (WINDOW - 1) + place
+        x = tl.load(qkv_ptr + (first + at) * qkv_stride + channels, mask=real & (at >= 0), other=0.0)
+        earlier = tl.load(window_at + (at + WINDOW - 1) * WIDTH, mask=real & (at < 0), other=0.0)
+        tl.store(window_at + place * WIDTH, x.to(tl.float32) + earlier, mask=real)
+
+
+# ------------------------------------------------------------------------------------------------- delta rule
+
+
+@triton.jit
+def delta_step_kernel(
+    mixed_ptr,  # float32 [requests, WIDTH]: q, k, v behind the convolution
+    decay_ptr,  # [requests, HEADS]
+    beta_ptr,
+    matrices_ptr,  # float32 [rows, HEADS, KEY_DIM, VALUE_DIM]
+    out_ptr,  # float32 [requests, HEADS, VALUE_DIM]
+    rows_ptr,
+    row_stride,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Program (i, j, l): some values of head j of the token of request i."""
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    keys, values = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    token_at = mixed_ptr + request * WIDTH
+    key_at = token_at + head // SHARED * KEY_DIM + keys
+    width = WIDTH - HEADS * VALUE_DIM  # of queries and keys
+    q = tl.load(key_at, mask=is_key, other=0.0)
+    k = tl.load(key_at + width // 2, mask=is_key, other=0.0)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + LEAST) * (KEY_DIM**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + LEAST)
+    v = tl.load(token_at + width + head * VALUE_DIM + values, mask=is_value, other=0.0)
+    decay = tl.exp(tl.load(decay_ptr + request * HEADS + head))
+    beta = tl.load(beta_ptr + request * HEADS + head)
+    at = matrices_ptr + row * row_stride + (head * KEY_DIM + keys)[:, None] * VALUE_DIM + values[None, :]
+    real = is_key[:, None] & is_value[None, :]
+    state = tl.load(at, mask=real, other=0.0) * decay
+    change = (v - tl.sum(state * k[:, None], 0)) * beta
+    state += k[:, None] * change[None, :]
+    tl.store(at, state, mask=real)
+    out = tl.sum(state * q[:, None], 0)
+    tl.store(out_ptr + (request * HEADS + head) * VALUE_DIM + values, out, mask=is_value)
+
+
+@triton.jit
+def _unit(x, LEAST: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + LEAST)[:, None]
+
+
+@triton.jit(do_not_specialize=["before", "chunks"])
+def prepare_chunks_kernel(
+    mixed_ptr,  # float32 [T, WIDTH]
+    decay_ptr,  # [T, HEADS]
+    beta_ptr,
+    stored_ptr,  # float32 [T, HEADS, VALUE_DIM]: what tokens store, if the state before the chunk is zero
+    taken_ptr,  # float32 [T, HEADS, KEY_DIM]: the keys under which they take from that state
+    inside_ptr,  # float32 [T, HEADS, CHUNK]: what a token reads of each one of its chunk
+    total_ptr,  # float32 [T, HEADS]: the decay since the chunk began
+    starts_ptr,
+    before,
+    chunks,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j): one chunk of one request, for head j."""
+    request, head = tl.program_id(0) // chunks, tl.program_id(1)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
+    start = tl.program_id(0) % chunks * CHUNK
+    if start >= length:
+        return
+    places, keys = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    tokens, is_token = first + start + places, start + places < length
+    by_key = is_token[:, None] & (keys < KEY_DIM)[None, :]
+    width = WIDTH - HEADS * VALUE_DIM
+    key_at = mixed_ptr + tokens[:, None] * WIDTH + head // SHARED * KEY_DIM + keys[None, :]
+    q = _unit(tl.load(key_at, mask=by_key, other=0.0), LEAST) * (KEY_DIM**-0.5)
+    k = _unit(tl.load(key_at + width // 2, mask=by_key, other=0.0), LEAST)
+    # A token behind the last has no decay and stores nothing.
+    beta = tl.load(beta_ptr + tokens * HEADS + head, mask=is_token, other=0.0)
+    total = tl.cumsum(tl.load(decay_ptr + tokens * HEADS + head, mask=is_token, other=0.0), 0)
+    seen = places[:, None] >= places[None, :]
+    weight = tl.where(seen, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
+    inside = tl.dot(q, tl.trans(k), input_precision=PRECISION) * weight
+    in_chunk = (tokens * HEADS + head)[:, None] * CHUNK + places[None, :]
+    tl.store(inside_ptr + in_chunk, inside, mask=is_token[:, None])
+    tl.store(total_ptr + tokens * HEADS + head, total, mask=is_token)
+    system = tl.dot(k * beta[:, None], tl.trans(k), input_precision=PRECISION) * weight
+    # The inverse of ones and what lies below them, row by row: each is one of its own and rows before it.
+    solved = tl.where(places[:, None] > places[None, :], -system, 0.0)
+    for place in range(1, CHUNK):
+        is_row = places == place
+        own = tl.sum(tl.where(is_row[:, None], solved, 0.0), 0)
+        own += tl.sum(tl.where(places < place, own, 0.0)[:, None] * solved, 0)
+        solved = tl.where(is_row[:, None], own[None, :], solved)
+    solved += tl.where(places[:, None] == places[None, :], 1.0, 0.0)
+    taken = tl.dot(solved, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
+    tl.store(taken_ptr + (tokens * HEADS + head)[:, None] * KEY_DIM + keys[None, :], taken, mask=by_key)
+    for value in tl.static_range(0, VALUE_DIM, KEYS):
+        values = value + keys
+        by_value = is_token[:, None] & (values < VALUE_DIM)[None, :]
+        value_at = mixed_ptr + tokens[:, None] * WIDTH + width + head * VALUE_DIM + values[None, :]
+        v = tl.load(value_at, mask=by_value, other=0.0) * beta[:, None]
+        stored = tl.dot(solved, v, input_precision=PRECISION)
+        stored_at = stored_ptr + (tokens * HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+        tl.store(stored_at, stored, mask=by_value)
+
+
+@triton.jit(do_not_specialize=["before"])
+def run_chunks_kernel(
+    mixed_ptr,
+    out_ptr,  # what tokens store, then what they return
+    taken_ptr,
+    inside_ptr,
+    total_ptr,
+    matrices_ptr,
+    rows_ptr,
+    starts_ptr,
+    before,
+    row_stride,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j, l): all chunks of request i in order, for some values of head j."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = (tl.load(starts_ptr + request + 1) - before - first).to(tl.int32)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    places, keys = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    at = matrices_ptr + row * row_stride + (head * KEY_DIM + keys)[:, None] * VALUE_DIM + values[None, :]
+    state = tl.load(at, mask=is_key[:, None] & is_value[None, :], other=0.0)
+    width = WIDTH - HEADS * VALUE_DIM
+    for start in range(0, length, CHUNK):
+        tokens, is_token = first + start + places, start + places < length
+        by_head = tokens * HEADS + head
+        by_key, by_value = is_token[:, None] & is_key[None, :], is_token[:, None] & is_value[None, :]
+        key_at = mixed_ptr + tokens[:, None] * WIDTH + head // SHARED * KEY_DIM + keys[None, :]
+        q = _unit(tl.load(key_at, mask=by_key, other=0.0), LEAST) * (KEY_DIM**-0.5)
+        k = _unit(tl.load(key_at + width // 2, mask=by_key, other=0.0), LEAST)
+        last = tl.load(total_ptr + (first + tl.minimum(start + CHUNK, length) - 1) * HEADS + head)
+        total = tl.load(total_ptr + by_head, mask=is_token, other=0.0)
+        taken_at = taken_ptr + by_head[:, None] * KEY_DIM + keys[None, :]
+        taken = tl.load(taken_at, mask=by_key, other=0.0)
+        inside_at = inside_ptr + by_head[:, None] * CHUNK + places[None, :]
+        inside = tl.load(inside_at, mask=is_token[:, None], other=0.0)
+        out_at = out_ptr + by_head[:, None] * VALUE_DIM + values[None, :]
+        stored = tl.load(out_at, mask=by_value, other=0.0)
+        stored -= tl.dot(taken, state, input_precision=PRECISION)
+        out = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
+        out = tl.dot(inside, stored, out, input_precision=PRECISION)
+        tl.store(out_at, out, mask=by_value)
+        left = tl.where(is_token, tl.exp(last - total), 0.0)  # of what a token stores, at the chunk's end
+        state = tl.dot(tl.trans(k * left[:, None]), stored, state * tl.exp(last), input_precision=PRECISION)
+    tl.store(at, state, mask=is_key[:, None] & is_value[None, :])
