@@ -16,6 +16,8 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -33,7 +35,7 @@ _UNSUPPORTED = ("adapter", "scoring", "state")
 # per chunk: tokens, slots, host slots (-1: none), prompt tokens whose logprobs are wanted (-1: none),
 # alternatives
 _SIZES = 5
-_NO_SLOTS = np.empty(0, np.int32)
+_TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
 
 Words = NDArray[np.int32]
 
@@ -115,29 +117,30 @@ class RankWire:
 def step_words(plan: StepPlan) -> Words:
     """What other ranks need of a step. Its starts are about sampling, and its waits are over on rank 0."""
     chunks = plan.chunks
-    for chunk in chunks:
-        for name in _UNSUPPORTED:
-            if getattr(chunk, name) is not None:
-                raise InvariantBroken(f"step {plan.number}: a chunk with {name} cannot run on several ranks")
-    head = [plan.number, plan.num_decodes, plan.num_ahead, len(chunks)]
-    numbers = [[int(getattr(chunk, name)) for chunk in chunks] for name in _NUMBERS]
-    echoes = [chunk.echo or Echo((), 0) for chunk in chunks]
-    sizes = [
-        [len(chunk.tokens) for chunk in chunks],
-        [len(chunk.slots) for chunk in chunks],
-        [-1 if chunk.paged is None else len(chunk.paged) for chunk in chunks],
-        [-1 if chunk.echo is None else len(chunk.echo.tokens) for chunk in chunks],
-        [echo.num_top for echo in echoes],
-    ]
+    for name in _UNSUPPORTED:
+        if any(value is not None for value in map(attrgetter(name), chunks)):
+            raise InvariantBroken(f"step {plan.number}: a chunk with {name} cannot run on several ranks")
+    echoes, paged = [chunk.echo for chunk in chunks], [chunk.paged for chunk in chunks]
+    hosted = [slots for slots in paged if slots is not None]
+    targets = [echo.tokens for echo in echoes if echo is not None]
+    sizes = (
+        map(len, map(_TOKENS_OF, chunks)),
+        map(len, map(_SLOTS_OF, chunks)),
+        (-1 if slots is None else len(slots) for slots in paged),
+        (-1 if echo is None else len(echo.tokens) for echo in echoes),
+        (0 if echo is None else echo.num_top for echo in echoes),
+    )
+    columns = (*(map(attrgetter(name), chunks) for name in _NUMBERS), *sizes)
     return np.concatenate(
         [
-            np.array(head, np.int32),
-            np.array([*numbers, *sizes], np.int32).ravel(),
-            *(np.array(chunk.tokens, np.int32) for chunk in chunks),
-            *(chunk.slots.astype(np.int32, copy=False) for chunk in chunks),
-            *((_NO_SLOTS if chunk.paged is None else chunk.paged).astype(np.int32) for chunk in chunks),
-            *(np.array(echo.tokens, np.int32) for echo in echoes),
-        ]
+            np.array([plan.number, plan.num_decodes, plan.num_ahead, len(chunks)], np.int32),
+            *(np.fromiter(column, np.int32, len(chunks)) for column in columns),
+            np.fromiter(chain.from_iterable(map(_TOKENS_OF, chunks)), np.int32),
+            *map(_SLOTS_OF, chunks),
+            *hosted,
+            np.fromiter(chain.from_iterable(targets), np.int32),
+        ],
+        dtype=np.int32,
     )
 
 
