@@ -170,6 +170,7 @@ def follow(wire: RankWire, store: Any = None, own: Config | None = None, file: i
         if own is not None:
             check_alike(own, config)
             config = replace(config, source=own.source)
+        wire.send(MessageKind.READY)
         store = store or file_store(setup["store"], config.ranks.size)
         ranks = _joined(wire, setup, store, config, file)
         follower = Follower(build_follower(config, ranks), ranks)

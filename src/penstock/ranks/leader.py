@@ -126,8 +126,8 @@ class Leader:
         for peer in self.peers:
             self._send(peer, MessageKind.BEGIN, sizes)
 
-    def wait_built(self) -> None:
-        """Until every rank can run steps and copies."""
+    def wait_each(self) -> None:
+        """Until every rank has said that it is ready for what comes next. Raises RankLost."""
         for peer in self.peers:
             self._answer(peer)
 

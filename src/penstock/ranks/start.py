@@ -129,7 +129,7 @@ class Led:
         return Moves(mover, False, stored, partial(self._through, stored, spans))
 
     def wait_built(self) -> None:
-        self._leader.wait_built()
+        self._leader.wait_each()
 
     def _through(
         self, stored: BlockLayout, spans: Sequence[Section], store: BlockStore, arena: HostArena
@@ -196,7 +196,11 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
         undo.callback(leader.close)
         leader.setup(common)
         split = Split(0, size)
-        group = process_group(store, split, config.ranks.timeout_s, backend, host)
+        leader.wait_each()  # those that do not fit have said so by then
+        try:
+            group = process_group(store, split, config.ranks.timeout_s, backend, host)
+        except RuntimeError as error:
+            raise leader.why() or RankLost(f"the ranks could not be connected: {error}") from error
         progress("starting other ranks", size - 1, size - 1)
         return Led(leader, Collectives(group, split, leader.why), undo.pop_all())
 
@@ -275,11 +279,20 @@ def _meet(config: Config, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], 
                 missing = sorted(set(range(1, size)) - set(peers))
                 raise RankLost(f"ranks {missing} did not join within {JOIN_S:g} s") from None
             undo.callback(wire.close)
-            found = wire.receive().fields
-            rank = int(found.get("rank", 0))
-            if hmac.compare_digest(str(found.get("token", "")), token) and 0 < rank < size:
+            rank = _rank_of(wire, token)
+            if 0 < rank < size:
                 peers[rank] = Peer(rank, wire)
     return store, [peers[rank] for rank in sorted(peers)], ""
+
+
+def _rank_of(wire: RankWire, token: str) -> int:
+    """0: what has connected is no rank of this engine."""
+    try:
+        found = wire.receive().fields
+        is_ours = hmac.compare_digest(str(found.get("token", "")), token)
+        return int(found["rank"]) if is_ours else 0
+    except (OSError, EOFError, RankLost, ValueError, KeyError):
+        return 0
 
 
 def met(rank: int, size: int) -> tuple[Any, RankWire]:

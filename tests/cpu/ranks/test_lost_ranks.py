@@ -185,3 +185,25 @@ def test_ranks_of_a_launcher_need_the_same_flags() -> None:
     check_alike(config, replace(config, source=replace(config.source, model="/elsewhere/model")))
     with pytest.raises(ConfigError, match="block_tokens=32"):
         check_alike(config, replace(config, kv=KvConfig(block_tokens=32)))
+
+
+def test_a_launched_rank_with_other_flags_ends_the_start_of_rank_0() -> None:
+    """As torchrun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--tensor-parallel", "2")
+    command = [sys.executable, "-m", "penstock", "generate", "x", *flags]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [*command, "--block-tokens", size],
+            env={**common, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, size in enumerate(("16", "32"))
+    ]
+    said = [rank.communicate(timeout=2 * _END_S)[1] for rank in ranks]
+    assert all(rank.returncode for rank in ranks)
+    assert all("rank 0 has block_tokens=16, this rank 32" in text for text in said)
+    assert "penstock: error: rank 1 failed" in said[0]
