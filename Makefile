@@ -33,7 +33,7 @@ help:
 	@echo "make chat       set up, then chat in the terminal"
 	@echo "make test       set up, then lint, types and all tests that run without a GPU"
 	@echo "make needles    needles in long contexts with six percent of them on the device (options: make needles NEEDLE_LENGTHS=262144,524288)"
-	@echo "make real-weights  Qwen2.5-Coder 0.5B and 1.5B, fetched (1.6 GB), against transformers and as target and draft"
+	@echo "make real-weights  Qwen2.5-Coder 0.5B and 1.5B and Gemma 3 270M, fetched (1.9 GB), against transformers and as target and draft"
 	@echo "make soak       random trouble, minutes long, every answer checked (options: make soak SOAK_S=600 CROWDS=1000)"
 	@echo "make crash      the SSD cache's writers killed hundreds of times, what is left checked (options: make crash KILLS=300 CRASHES=600)"
 	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
@@ -135,7 +135,7 @@ needles: setup-dev
 
 # Fetched into .parts/weights once.
 real-weights: setup-dev
-	for name in qwen2.5-coder-0.5b qwen2.5-coder-1.5b; do $(BIN)/python tools/parts/weights.py $$name || exit 1; done
+	for name in qwen2.5-coder-0.5b qwen2.5-coder-1.5b gemma-3-270m; do $(BIN)/python tools/parts/weights.py $$name || exit 1; done
 	$(ONE_THREAD) PENSTOCK_REAL_WEIGHTS=$(CURDIR)/.parts/weights $(BIN)/python -m pytest -q -s tests/e2e/test_real_weights.py $(ARGS)
 
 # Trouble from several threads for SOAK_S seconds, without drafts and with them, then random crowds stepped by hand; all of it against each

@@ -5,6 +5,8 @@ then steps of a whole engine with random weights.
     PYTHONPATH=src python3 benchmarks/experts.py --part kernels
     PYTHONPATH=src python3 benchmarks/experts.py --part engine
     PYTHONPATH=src python3 benchmarks/experts.py --part pool --json experts-pool.json
+    PYTHONPATH=src python3 benchmarks/experts.py --part context --device-memory-gib 24 --device-kv-gib 8 \\
+        --experts-on-device auto --kv-resident-tokens 65536 --kv-offload-host-gib 32 --json context.json
 
 Limits: a step that decodes has to read the experts that its tokens hit (as routed in the measured step), the
 attention's matrices, the head and the KV once; a prompt takes two operations for each weight that a token
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from driver import flags, show, text, write
-from experts_pool import pool
+from experts_pool import context, pool
 from penstock.bench.run import Driver
 from penstock.engine.build import build
 from penstock.flags import config_of
@@ -337,18 +339,27 @@ POOL_COLUMNS = (
     ("recall", "recall", 3),
     ("waited ms", "waited_ms", 2),
 )
+CONTEXT_COLUMNS = (
+    text("what", "what"),
+    ("first token ms", "ms", 1),
+    ("ms a token", "token_ms", 2),
+    text("prompt", "source"),
+    ("hit rate", "hit_rate", 3),
+)
 
 
 def main() -> None:
     parser = flags(
         __doc__,
         engine=True,
-        part=("kernels", "kernels, engine or pool"),
+        part=("kernels", "kernels, engine, pool or context"),
         shares=([100.0, 50.0, 25.0], "of a pool: percentages of all experts that are resident"),
         routings=(["uniform", "zipf"], "of a pool: how tokens are routed"),
         batches=([1, 8, 32], "of a pool: requests that decode"),
         prompts=([8192, 32768], "of a pool: tokens of prompts"),
         written=(48, "of a pool: steps that decode"),
+        context=(131072, "of a conversation: tokens of its first prompt"),
+        question=(256, "of a conversation: tokens of the others"),
         tokens=([1, 32, 128, 8192, 8, 512, 2048], "of kernels: numbers of tokens"),
         limit_s=(70.0, "of kernels: after so long, only the tiles that are kept are measured"),
     )
@@ -367,6 +378,13 @@ def main() -> None:
             args.max_model_len = max(args.prompts) + 512
         rows = pool(args)
         show(rows, POOL_COLUMNS)
+        write(args.json, rows)
+        return
+    if args.part == "context":
+        if args.max_model_len == PREFILL + 512:
+            args.max_model_len = args.context + 3 * (args.question + args.written)
+        rows = context(args)
+        show(rows, CONTEXT_COLUMNS)
         write(args.json, rows)
         return
     with torch.inference_mode():

@@ -127,6 +127,32 @@ def pool(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def context(args: argparse.Namespace) -> list[Row]:
+    """Three turns of one conversation whose context fits on the device no more than the experts do. Before
+    each turn but the first, the device has forgotten its KV."""
+    args.kv_offload = True
+    config = config_of(args)
+    engine = build_module.build(config)
+    driver = Driver(engine, config)
+    (tokens,) = driver.prompts(1, args.context, 3)
+    (more,) = driver.prompts(1, 3 * args.question, 4)
+    rows: list[Row] = []
+    for turn in range(3):
+        prompt = tokens + more[: turn * args.question]
+        before = figures(engine)
+        reader = driver.submit(prompt, args.written)
+        start_s = time.perf_counter()
+        driver.run_all()
+        each_ms = (time.perf_counter() - start_s - reader.ttft_s) / max(1, args.written - 1) * 1e3
+        row = of_steps(f"turn {turn + 1}", reader.ttft_s * 1e3, before, figures(engine), 1)
+        rows.append(row | {"token_ms": each_ms, "tokens": len(prompt), "source": str(reader.source)})
+        print(rows[-1], flush=True)
+        driver.flush()
+        driver.reset_cache("device")
+    engine.close(timeout_s=120.0)
+    return rows
+
+
 def figures(engine: Engine) -> ExpertFigures:
     return engine.stats().experts or ExpertFigures()
 

@@ -65,7 +65,13 @@ SIZES = {
     ),
     "cuda": Size(
         *((2048, 8192, 32768), 3, 1, 12.0, 32.0, 6, 2048),
-        {"dtype": "bfloat16", "block_size": 16, "gpu_memory_utilization": 0.4, "load_format": "dummy"},
+        {
+            "dtype": "bfloat16",
+            "block_size": 16,
+            "gpu_memory_utilization": 0.4,
+            "load_format": "dummy",
+            "max_num_batched_tokens": 8192,
+        },
     ),
 }
 

@@ -34,10 +34,11 @@ CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes secon
 COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
 
 
-def load_engine(config: Config, observers: Observers | None = None) -> Engine:
-    """Downloads a model from the hub first, unless its files are here."""
+def load_engine(config: Config, observers: Observers | None = None, synthetic: bool = False) -> Engine:
+    """Downloads a model from the hub first, unless its files are here. `synthetic`: only for measurements of
+    drafts, see `build`."""
     with ProgressBar() as bar:
-        return build(fetched(config, bar), bar, observers=observers or Observers())
+        return build(fetched(config, bar), bar, observers=observers or Observers(), synthetic=synthetic)
 
 
 @contextmanager

@@ -422,6 +422,13 @@ class SpeculationConfig(Settings):
         rule=f"between 1 and {MAX_DRAFTS}",
         needs="proposer",
     )
+    sampling: Literal["coupled", "rejection"] = setting(
+        "coupled",
+        "how drafts of sampled requests are verified: coupled keeps a draft that the same seed would have "
+        "drawn, rejection keeps more of them if a request gives no seed",
+        name="speculate_sampling",
+        needs="proposer",
+    )
 
     def check_together(self) -> None:
         if self.proposer is None:

@@ -112,6 +112,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over generated tokens
     repetition_penalty: float = 1.0  # over prompt and generated tokens; 1.0: off
     seed: int | None = None  # None: drawn by the engine
+    is_free: bool = False  # its seed was drawn by the engine
     # alternatives to report beside each generated token; None: no logprobs at all
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for prompt tokens; disables reuse of cached KV

@@ -13,14 +13,17 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.models.decoder import Decoder
-from penstock.models.model import ModelConfig
+from penstock.models.model import ModelConfig, OtherRope
 from penstock.models.rotary import RopeScaling
 from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_GRANITE,
     TINY_LLAMA,
     TINY_MIXTRAL,
     TINY_QWEN2_MOE,
     TINY_QWEN3,
     TINY_QWEN3_MOE,
+    TINY_SMOLLM3,
     write_tiny_model,
 )
 from tests.support.contiguous_kv import logits_of
@@ -52,6 +55,10 @@ CONFIGS = {
     "phi3": dataclasses.replace(PHI3, windows=(40, 40)),
     "longrope": dataclasses.replace(PHI3, rope_scaling=LONGROPE),
     "a part of each head": dataclasses.replace(PHI3, rotary_dim=12),
+    "gemma3": TINY_GEMMA3,
+    "gemma3, stretched": dataclasses.replace(TINY_GEMMA3, rope_scaling=RopeScaling("linear", 8.0)),
+    "smollm3": TINY_SMOLLM3,
+    "granite": TINY_GRANITE,
     "mixtral": TINY_MIXTRAL,
     "qwen2-moe": dataclasses.replace(
         TINY_QWEN2_MOE, routing=dataclasses.replace(TINY_QWEN2_MOE.routing, dense_layers=())
@@ -95,7 +102,18 @@ def their_logits(folder: Path, **how: Any) -> torch.Tensor:
 def test_a_directory_of_ours_computes_the_same_in_transformers(tmp_path: Path) -> None:
     """So that the test above compares with what is right."""
     plain = {"tiny llama": TINY_LLAMA, "tiny qwen3": TINY_QWEN3}
-    for name in (*plain, "llama3", "qwen2", "phi3", "mixtral", "qwen2-moe", "qwen3-moe"):
+    for name in (
+        *plain,
+        "llama3",
+        "qwen2",
+        "phi3",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "gemma3",
+        "smollm3",
+        "granite",
+    ):
         directory = write_tiny_model(tmp_path / name, {**plain, **CONFIGS}[name])
         found = our_logits(load(directory))
         torch.testing.assert_close(found, their_logits(directory), rtol=1e-4, atol=1e-4)
@@ -103,7 +121,15 @@ def test_a_directory_of_ours_computes_the_same_in_transformers(tmp_path: Path) -
 
 def test_transformers_reads_the_same_model_from_the_file(tmp_path: Path) -> None:
     """Their reader knows names and the order of rows by itself."""
-    for config in (TINY_LLAMA, CONFIGS["qwen2"], PHI3):
+    gemma = dataclasses.replace(
+        TINY_GEMMA3,
+        head_dim=256,
+        num_heads=2,
+        num_kv_heads=1,
+        other_rope=OtherRope((0, 1, 2, 3, 4, 6), 10_000.0),
+        score_scale=256**-0.5,
+    )
+    for config in (TINY_LLAMA, CONFIGS["qwen2"], PHI3, gemma):
         file = write_tiny_gguf(tmp_path / f"{config.architecture}.gguf", config)
         expected = their_logits(tmp_path, gguf_file=file.name)
         torch.testing.assert_close(our_logits(load(file)), expected, rtol=1e-4, atol=1e-4)

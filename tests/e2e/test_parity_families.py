@@ -44,6 +44,13 @@ LONG = [1.0 + 0.7 * i for i in range(8)]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 WINDOW = {"sliding_window": 47}
 SWITCHED = {"use_sliding_window": True, "max_window_layers": 1}
+OUTSIDE = {"original_max_position_embeddings": TRAINED}
+YARN = {"rope_type": "yarn", "factor": 4.0, **OUTSIDE}
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+LOCAL = {"sliding_attention": {**PLAIN, "rope_theta": 300.0}}
+OLMO = {"sliding_attention": PLAIN}
+GEMMA: dict[str, Any] = {"model": "Gemma3", "head_dim": 32, "sliding_window": 40, "query_pre_attn_scalar": 24}
 # What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have
 # none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,11 +75,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, **WINDOW}),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "rope_parameters": {**LOCAL, "full_attention": PLAIN}, "num_hidden_layers": 7},
+    ),
+    "gemma3, stretched": (
+        "Gemma3Text",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {**LOCAL, "full_attention": {**PLAIN, "rope_type": "linear", "factor": 8.0}}},
+    ),
+    "glm4-moe": ("Glm4Moe", {**GLM, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe with groups": (
+        "Glm4Moe",
+        {**GLM, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8, "norm_topk_prob": False}
+        | {"n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "smollm3 with windows": (
+        "SmolLM3",
+        {**SWITCHED, **WINDOW, "no_rope_layers": [1, 0, 1], "attention_bias": True},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {"sliding_window": 40, "num_hidden_layers": 5, "rope_parameters": {**OLMO, "full_attention": PLAIN}},
+    ),
+    "olmo3, stretched": (
+        "Olmo3",
+        {"sliding_window": 40, "num_hidden_layers": 4, "max_position_embeddings": 256}
+        | {"rope_parameters": {**OLMO, "full_attention": {**PLAIN, **YARN}}},
+    ),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6}
+        | {"logits_scaling": 0.7, "attention_bias": True, "mlp_bias": True},
+    ),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
 }
 
-OUTSIDE = {"original_max_position_embeddings": TRAINED}
-YARN = {"rope_type": "yarn", "factor": 4.0, **OUTSIDE}
 ALL_OF_YARN = {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **OUTSIDE}
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
@@ -129,6 +169,9 @@ def their_model(
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.mul_(6)
+        for name, buffer in made.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return made.eval()
 
 
@@ -214,7 +257,19 @@ def test_a_rotary_scheme_computes_what_transformers_computes(scheme: str, tmp_pa
         assert_parity(engine, reference)
 
 
-ADAPTED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3", "phi3", "phi4-mini", "qwen2-moe")
+ADAPTED = (
+    "llama with biases",
+    "gemma3, stretched",
+    "glm4-moe",
+    "granite",
+    "mistral",
+    "olmo2",
+    "qwen2 with windows",
+    "qwen3",
+    "phi3",
+    "phi4-mini",
+    "qwen2-moe",
+)
 
 
 @pytest.mark.parametrize("family", ADAPTED)

@@ -27,7 +27,7 @@ from penstock.engine.execution.attention import triton as backend  # noqa: E402
 from penstock.engine.execution.attention import triton_kernels  # noqa: E402
 from tests.support.reference_attention import ReferenceAttention  # noqa: E402
 from penstock.engine.execution.attention.triton import TritonAttention  # noqa: E402
-from penstock.models.model import ModelConfig  # noqa: E402
+from penstock.models.model import ModelConfig, OtherRope  # noqa: E402
 from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -112,6 +112,12 @@ def test_few_and_many_tokens_rotate_alike(
     monkeypatch.setattr(backend, "ROTATE_MANY_FROM", 5)
     config = ragged_config(num_heads=4, num_kv_heads=2, num_layers=2)
     assert_agrees(make_step((Span(30, num_tokens),), config), norms=norms)
+
+
+def test_layers_of_another_table_turn_by_theirs() -> None:
+    for theta in (700.0, 0.0):
+        config = replace(ragged_config(num_layers=3), windows=(0, 20, 0), other_rope=OtherRope((1,), theta))
+        assert_agrees(make_step((Span(30, 1), Span(9, 20)), config))
 
 
 def on_multiprocessors(num: int) -> type[TritonAttention]:

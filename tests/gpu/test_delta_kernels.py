@@ -33,6 +33,8 @@ from penstock.models.delta_rule import (  # noqa: E402
     many_steps,
     one_step,
 )
+from penstock.models import triton_delta  # noqa: E402
+from penstock.models.layers import TorchLayerOps  # noqa: E402
 from penstock.models.model import Recurrence  # noqa: E402
 from penstock.models.triton_delta import CHUNK, TritonDelta  # noqa: E402
 from penstock.testing.sanitized import build_sanitized, check_silent  # noqa: E402
@@ -183,6 +185,26 @@ def test_an_engine_with_these_kernels_gets_the_tokens_of_the_readable_form(
     assert arena.tensor[arena.padding_slot].isfinite().all()
     engine.close(timeout_s=60.0)
     check_silent(sanitizer)
+
+
+@dims_of
+@pytest.mark.parametrize("num", [1, 37])
+def test_gates_and_norm_are_those_of_the_readable_form(name: str, num: int) -> None:
+    dims, dtype = DIMS[name], HALF
+    torch.manual_seed(num)
+    heads, values = dims.num_value_heads, dims.value_dim
+    rows = (20 * torch.randn(num, 2 * heads, device=DEVICE)).to(dtype)
+    rate, bias = -torch.rand(heads, device=DEVICE), torch.randn(heads, device=DEVICE)
+    for ours, theirs in zip(
+        triton_delta.gates(rows, rate, bias), TorchLayerOps().delta_gates(rows, rate, bias), strict=True
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    found = torch.randn(num, heads, values, device=DEVICE)
+    gate = torch.randn(num, heads * values + 3, device=DEVICE).to(dtype)[:, : heads * values]
+    weight = torch.rand(values, device=DEVICE)
+    ours = triton_delta.gated_norm(found, gate, weight, 1e-6)
+    theirs = TorchLayerOps().gated_norm(found, gate, weight, 1e-6)
+    assert ours.dtype == dtype and torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=1e-3)
 
 
 @dims_of

@@ -22,7 +22,8 @@ if not INTERPRETED and not torch.cuda.is_available():
     )
 
 from penstock.models import triton_experts  # noqa: E402
-from penstock.models.model import Experts, Routing  # noqa: E402
+from penstock.models.layers import TorchLayerOps  # noqa: E402
+from penstock.models.model import Experts, GroupedRouting, Routing  # noqa: E402
 from penstock.models.triton_experts import FEW, SORTED, ExpertPlan, choose, plan_for  # noqa: E402
 from penstock.models.triton_layers import TritonLayerOps  # noqa: E402
 from tests.support.mutation import mutated  # noqa: E402
@@ -252,6 +253,87 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
     check(70, TINY, torch.float32, SORTED[16])
     with mutated(triton_experts, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
         check(70, TINY, torch.float32, SORTED[16], module=mutant)
+
+
+# By name: experts, experts of a token, groups, groups that may be chosen from.
+GROUPS = {"one": (8, 2, 1, 1), "two of four": (8, 3, 4, 2), "odd": (6, 2, 3, 1), "deepseek": (256, 8, 8, 4)}
+
+
+def grouped(name: str, normalised: bool = True) -> Experts:
+    num, top_k, groups, top_groups = GROUPS[name]
+    routing = GroupedRouting(num, top_k, 32, normalised, num_groups=groups, top_groups=top_groups, scale=1.7)
+    bias = random(num, dtype=torch.float32, seed=14) * 0.3
+    return layer(Size(64, 32, num, top_k), torch.float32)._replace(routing=routing, bias=bias)
+
+
+def check_grouped(name: str, num: int, module: Any = triton_experts, normalised: bool = True) -> None:
+    """Against the definition in float64, token by token; scores are far enough apart."""
+    experts, x = grouped(name, normalised), random(num, 64, dtype=torch.float32, seed=15) * 8
+    size = experts.routing.num_experts // experts.routing.num_groups
+    shares = (x.double() @ experts.router.double().t()).sigmoid()
+    choice = module.choose(x, experts, True)
+    for token, wanted in enumerate((shares + experts.bias.double()).tolist()):
+        groups = [sorted(wanted[at : at + size])[-2:] for at in range(0, len(wanted), size)]
+        best = sorted(range(len(groups)), key=lambda one: -sum(groups[one]))[: experts.routing.top_groups]
+        allowed = [one for one in range(len(wanted)) if one // size in best]
+        ids = sorted(allowed, key=lambda one: -wanted[one])[: experts.routing.top_k]
+        assert choice.ids[token].tolist() == ids
+        weights = shares[token, ids]
+        weights = 1.7 * (weights / weights.sum() if normalised else weights)
+        torch.testing.assert_close(choice.weights[token].double(), weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("num", [1, 9])
+def test_experts_of_the_best_groups_are_chosen_with_their_bias_and_weighed_without(
+    name: str, num: int
+) -> None:
+    check_grouped(name, num, normalised=num == 9)
+
+
+def test_a_layer_with_groups_agrees_with_the_same_on_a_cpu() -> None:
+    for num in (1, 20):
+        experts, x = grouped("two of four"), random(num, 64, dtype=torch.float32, seed=16) * 8
+        on_cpu = experts._replace(
+            router=experts.router.cpu(),
+            gate_up=experts.gate_up.cpu(),
+            down=experts.down.cpu(),
+            slots=experts.slots.cpu(),
+            bias=experts.bias.cpu(),
+        )
+        wanted = TorchLayerOps().routed(x.cpu(), on_cpu)
+        torch.testing.assert_close(
+            TritonLayerOps().routed(x, experts).sum(0).cpu(), wanted, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_rows_that_are_no_numbers_choose_different_experts_of_groups_that_there_are() -> None:
+    x = torch.full((3, 64), float("nan"), device=DEVICE)
+    x[1], x[2] = float("inf"), -3e38
+    for name in GROUPS:
+        ids = choose(x, grouped(name), True).ids
+        assert all(
+            len(set(row)) == len(row) and 0 <= min(row) <= max(row) < GROUPS[name][0] for row in ids.tolist()
+        )
+
+
+GROUP_FAULTS = {
+    "chosen without the bias": (
+        "wanted = shares + tl.load(bias_ptr",
+        "wanted = shares + 0 * tl.load(bias_ptr",
+    ),
+    "weighed with the bias": ("tl.where(is_best, shares, 0.0)", "tl.where(is_best, wanted, 0.0)"),
+    "a group by its best alone": ("first + second", "first"),
+    "every group": ("tl.where(is_in == 1, wanted, -3.3e38)", "wanted"),
+    "not scaled": ("weights * scale", "weights"),
+}
+
+
+@pytest.mark.parametrize("fault", GROUP_FAULTS)
+def test_a_fault_in_the_choice_from_groups_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
+    check_grouped("two of four", 40)
+    with mutated(triton_experts, *GROUP_FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+        check_grouped("two of four", 40, mutant)
 
 
 PAIR_FAULTS = {

@@ -28,7 +28,7 @@ from penstock.lanes.launched import LaunchedLane  # noqa: E402
 from penstock.models.registry import BUILT_IN  # noqa: E402
 from penstock.observe import LaneObserver  # noqa: E402
 from penstock.testing.sanitized import build_sanitized, check_silent  # noqa: E402
-from tests.gpu.test_lanes_cuda import DEVICE, CudaRig  # noqa: E402
+from tests.gpu.test_lanes_cuda import DEVICE, CudaRig, _kernels_are_loaded  # noqa: E402, F401
 from tests.pure.lanes.lane_rules import LaneRules  # noqa: E402
 from tests.support.driving import run_all, settle_all, submit, tiny_config  # noqa: E402
 

@@ -32,6 +32,14 @@ TRIED = (
     "qwen3-moe",
     "mixtral with windows",
     "qwen2-moe",
+    "gemma3",
+    "gemma3, stretched",
+    "glm4-moe",
+    "glm4-moe with groups",
+    "smollm3 with windows",
+    "olmo2",
+    "olmo3, stretched",
+    "granite",
 )
 
 

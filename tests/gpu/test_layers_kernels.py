@@ -50,6 +50,10 @@ def norm(x: Any, weight: Any) -> Any:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
+def gelu(x: Any) -> Any:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
 def assert_close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want.to(got.dtype), rtol=TOLERANCE[got.dtype], atol=TOLERANCE[got.dtype])
 
@@ -86,6 +90,20 @@ def test_silu_times_up_agrees_with_float64(shape: tuple[int, int], dtype: Any) -
     assert_close(TritonLayerOps().silu_mul(gate_up), gate * gate.sigmoid() * up)
 
 
+@shapes
+@dtypes
+def test_gelu_times_up_agrees_with_float64(shape: tuple[int, int], dtype: Any) -> None:
+    gate_up = random(shape[0], 2 * shape[1], dtype=dtype, seed=6) * 3
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(TritonLayerOps().gelu_mul(gate_up), gelu(gate) * up)
+
+
+def test_gelu_of_far_values_is_zero_or_the_value_itself() -> None:
+    gate = torch.tensor([[-1e30, -60.0, 0.0, 60.0, 1e10]], device=DEVICE)
+    found = TritonLayerOps().gelu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    assert found.tolist() == torch.relu(gate).tolist()
+
+
 # Rows of every tile and one more, depths that divide the width and that do not, and columns that fit no tile.
 GATED = [
     (1, 128, 64),
@@ -111,6 +129,7 @@ def test_gate_and_up_in_one_launch_agree_with_float64(shape: tuple[int, int, int
     )
     gate, up = (x.double() @ weight.double().t()).to(dtype).double().chunk(2, dim=-1)
     assert_close(TritonLayerOps().gated(x, weight), gate * gate.sigmoid() * up)
+    assert_close(TritonLayerOps().gelu_gated(x, weight), gelu(gate) * up)
 
 
 def test_the_launch_that_joins_gate_and_up_is_taken_where_its_tiles_fit() -> None:

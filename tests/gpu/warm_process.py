@@ -17,7 +17,7 @@ import triton
 from tests.cpu.engine.test_eagle_engine import write_random_eagle
 from tests.cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
 
-from penstock.config import LoraConfig
+from penstock.config import Config, LoraConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
@@ -121,26 +121,32 @@ class Kinds:
 HEADS = {"mtp": write_random_head, "eagle": write_random_eagle}
 
 
-def main(dtype: str, scratch: Path, head: str) -> None:
-    triton.knobs.runtime.jit_cache_hook = note
-    config = tiny_config(device="cuda", host_blocks=512, prefill_chunk=1024, blocks=1024, max_batch=16)
-    adapter = write_random_adapter(scratch / "adapter", BUILT_IN["tiny-qwen3"], seed=3)
-    config = dataclasses.replace(
-        config,
-        source=dataclasses.replace(config.source, dtype=dtype),
-        lora=LoraConfig((("other", str(adapter)),)),  # type: ignore[arg-type]
-    )
-    if head in HEADS:
+def config_of(dtype: str, scratch: Path, kind: str) -> Config:
+    model = "tiny-qwen3.5" if kind == "hybrid" else "tiny-qwen3"
+    config = tiny_config(model, device="cuda", host_blocks=512, prefill_chunk=1024, blocks=1024, max_batch=16)
+    config = dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype))  # type: ignore[arg-type]
+    if kind == "hybrid":  # takes no adapters
+        return config
+    adapter = write_random_adapter(scratch / "adapter", BUILT_IN[model], seed=3)
+    config = dataclasses.replace(config, lora=LoraConfig((("other", str(adapter)),)))
+    if kind in HEADS:
         plain = build(config)
-        config = with_head(config, HEADS[head](scratch / "head", model_of(plain)), head)
+        config = with_head(config, HEADS[kind](scratch / "head", model_of(plain)), kind)
         plain.close(timeout_s=30.0)
+    return config
+
+
+def main(dtype: str, scratch: Path, kind: str) -> None:
+    triton.knobs.runtime.jit_cache_hook = note
+    config = config_of(dtype, scratch, kind)
     engine = build(config)
     engine.warm()
     known = len(compiled)
     compiled.clear()
     kinds, found = Kinds(engine), {}
-    names = ("prompts", "sampled", "echoed", "adapted", "returned", "drafted")
-    for name in names if head in HEADS else names[:-1]:
+    names = ["prompts", "sampled", "echoed", "returned"]
+    names += ["adapted"] * bool(config.lora.adapters) + ["drafted"] * (kind in HEADS)
+    for name in names:
         gc.collect()
         before, modules = counts(), set(sys.modules)
         getattr(kinds, name)()

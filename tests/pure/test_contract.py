@@ -35,6 +35,7 @@ from penstock.contract import (
 from penstock.errors import InvalidRequest, UserError
 
 GOOD: list[tuple[str, Any]] = [
+    ("is_free", True),
     ("max_tokens", 0),
     ("max_tokens", 10**9),
     ("temperature", 0.0),
@@ -140,7 +141,13 @@ def test_a_value_beyond_the_edge_is_the_callers_fault_and_names_its_field(name: 
 def test_every_field_with_a_range_is_in_both_tables() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos", "grammar", "thought", "bad_token_ids"}
+    assert {name for name, _ in BAD} == names - {
+        "is_free",
+        "ignore_eos",
+        "grammar",
+        "thought",
+        "bad_token_ids",
+    }
 
 
 def test_a_grammar_has_a_longest_text_and_says_itself_when_an_answer_is_over() -> None:

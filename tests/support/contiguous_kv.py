@@ -19,7 +19,7 @@ class ContiguousKv:
     which must continue where the last step ended."""
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
-        self._config, self._rope = config, rope
+        self._config, self._ropes = config, rope.view(-1, config.max_position, config.head_dim)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}  # by recurrent layer: those of its convolution
@@ -41,17 +41,18 @@ class ContiguousKv:
     ) -> tuple[Tensor, Tensor, Tensor]:
         config, heads = self._config, qkv.view(len(qkv), -1, self._config.head_dim)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        q, k = (self._turned(x, norm) for x, norm in ((q, q_norm), (k, k_norm)))
+        rope = self._ropes[config.ropes[layer]]
+        q, k = (self._turned(x, norm, rope) for x, norm in ((q, q_norm), (k, k_norm)))
         self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k
         self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v
         return q, k, v
 
-    def _turned(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+    def _turned(self, heads: Tensor, norm: Tensor | None, rope: Tensor) -> Tensor:
         """Normalised where a weight is given, then rotated by position."""
         x = heads.float()
         if norm is not None:
             x = F.rms_norm(x, (x.shape[-1],), None, self._config.norm_eps).to(heads.dtype) * norm
-        cos, sin = self._rope[self._positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = rope[self._positions.long()].unsqueeze(1).chunk(2, dim=-1)
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
 

@@ -81,12 +81,16 @@ def ragged_config(
 
 
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin."""
+    """float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin. Below it the same of
+    the layers that turn otherwise."""
     half = torch.arange(config.head_dim // 2, dtype=torch.float64)
-    angles = torch.arange(config.max_position, dtype=torch.float64)[:, None] * config.rope_theta ** (
-        -2.0 * half / config.head_dim
-    )
-    return torch.cat([angles.cos(), angles.sin()], dim=1).float().to(device)
+    thetas = [config.rope_theta, *([] if config.other_rope is None else [config.other_rope.theta])]
+    tables = []
+    for theta in thetas:
+        turns = theta ** (-2.0 * half / config.head_dim) if theta else torch.zeros_like(half)
+        angles = torch.arange(config.max_position, dtype=torch.float64)[:, None] * turns
+        tables.append(torch.cat([angles.cos(), angles.sin()], dim=1))
+    return torch.cat(tables).float().to(device)
 
 
 def ragged_step(

@@ -27,7 +27,7 @@ class ReferenceAttention:
     ) -> None:
         self._sizes = Geometry.of(arena, config, rope, blank_from)
         self.arena = arena
-        self._rope = rope
+        self._ropes = self._sizes.rope_tables(rope)
         self._math = math
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
@@ -39,8 +39,9 @@ class ReferenceAttention:
         sizes = self._sizes
         heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
         q, k, v = heads.split([sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads], dim=1)
-        q = self._rotate(self._normalise(q, q_norm), inputs.positions).to(qkv.dtype)
-        k = self._rotate(self._normalise(k, k_norm), inputs.positions).to(qkv.dtype)
+        turns = self._ropes[layer][inputs.positions.long()]
+        q = self._rotate(self._normalise(q, q_norm), turns).to(qkv.dtype)
+        k = self._rotate(self._normalise(k, k_norm), turns).to(qkv.dtype)
         for token, at in enumerate(inputs.write_at.tolist()):
             slot, offset = divmod(at, sizes.block_tokens)
             self.arena[slot, layer, 0, offset] = k[token]
@@ -70,8 +71,8 @@ class ReferenceAttention:
         mean_square = heads.square().mean(dim=-1, keepdim=True)
         return heads * torch.rsqrt(mean_square + self._sizes.norm_eps) * weight.to(self._math)
 
-    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self._rope[positions.long()].to(self._math).unsqueeze(1).chunk(2, dim=-1)
+    def _rotate(self, heads: Tensor, turns: Tensor) -> Tensor:
+        cos, sin = turns.to(self._math).unsqueeze(1).chunk(2, dim=-1)
         first, second = heads.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

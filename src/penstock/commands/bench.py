@@ -17,6 +17,7 @@ from penstock.bench.agents_replay import ServerAddress
 from penstock.bench.collectives import CollectivesBench
 from penstock.bench.decode import DecodeBench, RestoreBench
 from penstock.bench.deep import DeepBench
+from penstock.bench.drafts import DraftsBench
 from penstock.bench.report import (
     BenchReport,
     Results,
@@ -33,7 +34,8 @@ from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.bench.ttft import RestartBench, TtftBench
 from penstock.bench.turns import TurnsBench
 from penstock.commands.bench_arguments import URL_VOCAB
-from penstock.config import Config, TraceConfig
+from penstock.config import MAX_DRAFTS, Config, SpeculationConfig, TraceConfig
+from penstock.engine.execution.synthetic import SyntheticSampler
 from penstock.engine.loop import settle_process
 from penstock.errors import ConfigError, PenstockError
 from penstock.flags import SETTINGS, config_of, engine_flags
@@ -69,21 +71,26 @@ def run(args: Namespace, config: Config) -> int:
 
 def _with_engine(config: Config, bench: Bench) -> BenchReport:
     """The engine is driven from this thread, so that nothing but its own work is in the figures."""
-    with scratch_ssd(config) as config:
-        engine = load_engine(config)
-        with ProgressBar() as bar:
-            engine.warm(bar)
-            settle_process()
-            driver = Driver(engine, config, bar)
-            driver.wait_ready()
-            results = bench.measure(driver)
-        # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
-        engine.close(timeout_s=60.0)
-        name = engine.name
-        del engine, driver
-        gc.unfreeze()
-        gc.collect()  # its memory, before another engine wants it
+    with scratch_ssd(config) as config, driven(config) as driver:
+        results, name = bench.measure(driver), driver.engine.name
     return BenchReport(bench, name, config, results)
+
+
+@contextmanager
+def driven(config: Config, synthetic: bool = False) -> Iterator[Driver]:
+    """A warm engine, driven from this thread. It is closed at the end, but not after an error: a step that
+    was interrupted halfway cannot be ended in order, only with the process."""
+    engine = load_engine(config, synthetic=synthetic)
+    with ProgressBar() as bar:
+        engine.warm(bar)
+        settle_process()
+        driver = Driver(engine, config, bar)
+        driver.wait_ready()
+        yield driver
+    engine.close(timeout_s=60.0)
+    del engine, driver
+    gc.unfreeze()
+    gc.collect()  # its memory, before another engine wants it
 
 
 def _always_loading(config: Config) -> Config:
@@ -101,6 +108,37 @@ def _long_enough(args: Namespace, tokens: int) -> Config:
 def _decode(args: Namespace, config: Config) -> BenchReport:
     bench = DecodeBench(args.batch, args.prompt_tokens, args.tokens, args.repeat, args.seed)
     return _with_engine(config, bench)
+
+
+def _drafts(args: Namespace, config: Config) -> BenchReport:
+    """An engine for each number of drafts, one after the other, and one without speculation."""
+    if config.speculation.proposer is None:
+        raise ConfigError("bench drafts needs --speculate: it says where drafts are made")
+    if config.speculation.sampling != "coupled" or config.trace.file is not None:
+        raise ConfigError("bench drafts: --speculate-sampling and --trace would change nothing")
+    if (most := max(args.drafts)) > MAX_DRAFTS:
+        raise ConfigError(f"--drafts {most}: a request has at most {MAX_DRAFTS}")
+    bench = DraftsBench(
+        *(args.batch, args.drafts, args.synthetic_acceptance, args.prompt_tokens),
+        *(args.tokens, args.repeat, args.seed),
+    )
+
+    @contextmanager
+    def engines(num: int) -> Iterator[tuple[Driver, Callable[[float], None]]]:
+        own = replace(config.speculation, max_drafts=num) if num else SpeculationConfig()
+        with driven(replace(config, speculation=own), synthetic=bool(num)) as driver:
+            samplers = [getattr(one, "sampler", None) for one in driver.engine.parts.executor.passes]
+            found = [one for one in samplers if isinstance(one, SyntheticSampler)]
+
+            def set_share(share: float) -> None:
+                for sampler in found:
+                    sampler.share = share
+
+            yield driver, set_share
+
+    with scratch_ssd(config) as config:
+        results = bench.measure(engines)
+    return BenchReport(bench, config.source.model, config, results)
 
 
 def _ttft(args: Namespace, config: Config) -> BenchReport:
@@ -207,6 +245,7 @@ def _deep(args: Namespace, config: Config) -> BenchReport:
 
 KINDS: dict[str, Callable[[Namespace, Config], BenchReport]] = {
     "decode": _decode,
+    "drafts": _drafts,
     "ttft": _ttft,
     "turns": _turns,
     "agents": _agents,

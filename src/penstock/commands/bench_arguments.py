@@ -73,6 +73,15 @@ def _not_negative(text: str) -> float:
     return number if 0 <= number < float("inf") else refused(f"{text!r} is not a number of at least 0")
 
 
+def _acceptance(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    good = shares and all(0 <= share <= 1 for share in shares)
+    return tuple(dict.fromkeys(shares)) if good else refused(f"{text!r} is no list of shares from 0 to 1")
+
+
 def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in EVICTIONS]:
@@ -86,6 +95,12 @@ def _policies(text: str) -> tuple[str, ...]:
 def _add_restart(parser: Any, group: Any) -> None:
     text = "from the disk in a new process, beside nothing cached; the directory is a temporary one"
     group.add_argument("--restart", action="store_true", help=text)
+
+
+def _add_acceptance(parser: Any, group: Any) -> None:
+    text = "share of drafts that are kept, each behind kept ones"
+    options = {"type": _acceptance, "default": "0.5,0.7,0.9", "metavar": "A,B"}
+    parser.add_argument("--synthetic-acceptance", help=text, **options)
 
 
 def _add_agents(parser: Any, group: Any) -> None:
@@ -220,6 +235,19 @@ KINDS = {
             ("--tokens", "tokens that each request writes", 128, positive),
         ),
         repeat=3,
+    ),
+    "drafts": BenchKind(
+        "what drafts can reach, with synthetic acceptance",
+        "Tokens per second with drafts of which a given share is kept, beside plain decoding. Which ones are "
+        "kept is made up: this measures steps, not a proposer. Needs --speculate.",
+        (
+            ("--batch", "requests at once", "1,8,32", counts),
+            ("--drafts", "drafts of each request in a step", "1,2,3,4", counts),
+            ("--prompt-tokens", "tokens of each prompt", 128, positive),
+            ("--tokens", "tokens that each request writes", 256, positive),
+        ),
+        repeat=3,
+        add_more=_add_acceptance,
     ),
     "ttft": BenchKind(
         "time to first token",

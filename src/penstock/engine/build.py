@@ -45,6 +45,7 @@ from penstock.engine.execution.pooled import (
     with_choices,
 )
 from penstock.engine.execution.recorded import RoutingCounts, RoutingPass
+from penstock.engine.execution.rejection import FreeDraws, RejectionSampler
 from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
@@ -52,6 +53,7 @@ from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.state_drafts import StateDrafts
 from penstock.engine.execution.states import StateSlots
+from penstock.engine.execution.synthetic import SyntheticSampler
 from penstock.engine.execution.target import TargetPass
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.pace import ScoringCost
@@ -106,7 +108,8 @@ from penstock.speculation.eagle import read_eagle, read_eagle_config
 from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
-from penstock.speculation.shipped import shipped_head
+from penstock.speculation.shipped import check_shipped, shipped_head
+from penstock.speculation.synthetic import EveryDeviceDraft, MadeUpDrafts
 from penstock.trace.file import TraceFile
 from penstock.trace.recorder import observers_of
 
@@ -139,11 +142,13 @@ def build(
     progress: Progress = silent,
     sanitizer: Sanitizer | None = None,
     observers: Observers = _UNOBSERVED,
+    synthetic: bool = False,
 ) -> Engine:
-    """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work."""
+    """An engine for `config`, ready for its first request. Raises UserError for anything that cannot work.
+    `synthetic`: drafts are kept by chance, and answers are of no use; for `penstock bench drafts`."""
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
-    setup = _Setup(config, device, progress, sanitizer, observers)
+    setup = _Setup(config, device, progress, sanitizer, observers, synthetic)
     if sanitizer is not None:  # the first to hear: it may refuse
         setup.observers = sanitizer.observers + setup.observers
     if device.type == "cuda":
@@ -175,6 +180,7 @@ class _Setup:
     progress: Progress
     sanitizer: Sanitizer | None
     observers: Observers
+    synthetic: bool = False
     threads: ThreadsByLoad | None = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lanes: list[Lane] = field(default_factory=list)  # made so far
@@ -493,15 +499,13 @@ def _executor(
     limits, guard = sizes.limits, storage.guard
     target, dims, lane = models.target, models.dims, setup.step_lane("compute")
     uploads = Uploads(setup.device, lane)
-    sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
-    rows = Rows(limits.max_batch, sampler.eos_ids, target.config.vocab)
+    draws, sampler, rows = _sampling(setup, models, limits, lane, uploads)
     masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = None
     if models.proposer is not None:
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
-        draws = RowDraws(limits.max_batch + 1, dims.vocab, uploads)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     states = _states(dims.recurrence, limits, storage.states, sampler)
@@ -523,7 +527,7 @@ def _executor(
         SamplePass(sampler, rows, masks, uploads, replays),
         setup.ranks.steps(limits, storage.host_arena, (sampler.pending, sampler.rejected)),
         None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
-        None if drafts is None else DraftPass(drafts, rows, replays),
+        None if drafts is None else DraftPass(drafts, rows, replays, masks),
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
@@ -591,6 +595,24 @@ def _follower_executor(
     )
     blank = functools.cache(lambda: blank_weights(target.config, target.dtype, target.device))
     return Executor(lane, limits, passes, target_pass, masks, lambda adapter: blank())
+
+
+def _sampling(
+    setup: _Setup, models: _Models, limits: StepLimits, lane: Lane, uploads: Uploads
+) -> tuple[RowDraws, Sampler, Rows]:
+    """How drafts are drawn on the device, and how tokens are."""
+    dims, num_rows, most = models.dims, limits.max_batch + 1, limits.num_ahead
+    given = limits.max_batch, dims.vocab, lane, uploads, most, dims.eos_ids
+    rejects = setup.config.speculation.sampling == "rejection" and limits.max_drafts > 0
+    rows = Rows(limits.max_batch, frozenset(dims.eos_ids), models.target.config.vocab, rejects)
+    if not rejects:
+        kind = SyntheticSampler if setup.synthetic else Sampler
+        return RowDraws(num_rows, dims.vocab, uploads), kind(*given), rows
+    draft_vocab = dims.vocab
+    if isinstance(models.proposer, DraftHead) and models.proposer.vocab is not None:
+        draft_vocab = len(models.proposer.vocab)
+    free = FreeDraws(num_rows, dims.vocab, uploads, max(1, most), draft_vocab if most else 1)
+    return free, RejectionSampler(*given, draws=free if most else None), rows
 
 
 def _replays(setup: _Setup, limits: StepLimits, forward: Forward, pending: Tensor, lane: Lane) -> Replays:
@@ -696,11 +718,9 @@ def check_ahead(config: Config) -> None:
     _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
     config = for_recurrent(_as_routed(config, facts, device), facts.config)
-    num_parameters, names, draft_dims = facts.num_parameters, facts.name, None
+    num_parameters, names = facts.num_parameters, facts.name
     split, on_cuda = Split(0, config.ranks.size), device.type == "cuda"
-    dims = part_of(facts.config, split)
-    if config.speculation.kind == "eagle":
-        draft_dims = _eagle_dims(config, facts.config)
+    dims, draft_dims = part_of(facts.config, split), _dims_of_head(config, facts.config)
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
         draft_dims = draft.config
@@ -732,6 +752,15 @@ def check_ahead(config: Config) -> None:
     num_blocks = room // layout.block_bytes if given is None else given
     group = KvGroup(layout, _windows(facts.config, draft_dims))
     _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))
+
+
+def _dims_of_head(config: Config, target: ModelConfig) -> ModelConfig | None:
+    """Those of a head with dimensions of its own. Raises ModelError if a head does not fit; reads no
+    tensor."""
+    directory, ships = Path(config.source.model).expanduser(), architecture_of(target).ships_heads
+    if config.speculation.proposer == "mtp" and ships and directory.is_dir():
+        check_shipped(directory, target)
+    return _eagle_dims(config, target) if config.speculation.kind == "eagle" else None
 
 
 def _check_deterministic(config: Config, device: torch.device) -> None:
@@ -839,7 +868,17 @@ def _working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> f
     states = _state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
+        states += _num_replayed(config, device, num_drafts) * c.vocab * item_bytes
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
+
+
+def _num_replayed(config: Config, device: torch.device, num_drafts: int) -> int:
+    """Rows whose logits captured steps with recurrent layers hold, each its own. Other models have room for
+    them in the spare share, of which states leave nothing."""
+    num_rows = config.engine.max_batch + num_drafts
+    if num_drafts:  # decode steps alone, with and without drafts
+        return 2 * sum(decode_sizes(num_rows))
+    return sum(shape.num_samples for shape in cuda_buckets(num_rows, _prefill_chunk(config, device)))
 
 
 def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
@@ -953,6 +992,9 @@ def _why_unpaged(dims: ModelConfig) -> str:
 def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
     kind, path, model = config.speculation.kind, config.speculation.path, loaded.model
+    name = model.config.architecture
+    if kind in ("mtp", "eagle") and not architecture_of(model.config).takes_heads:
+        raise ConfigError(f"--speculate {kind} is not supported for models of type {name}")
     if kind == "eagle":
         return read_eagle(Path(path or ""), model)
     if kind != "mtp":
@@ -1048,8 +1090,9 @@ def _speculation(
     most = speculation.drafts, limits.max_drafts
     drafting = [one.drafts for one in executor.passes if isinstance(one, DraftPass)]
     if drafting:
-        return DeviceDrafter(*most, costs, lambda: drafting[0].failed)
-    return NgramDrafter(*most, costs)
+        on_device = EveryDeviceDraft if setup.synthetic else DeviceDrafter
+        return on_device(*most, costs, lambda: drafting[0].failed)
+    return (MadeUpDrafts if setup.synthetic else NgramDrafter)(*most, costs)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

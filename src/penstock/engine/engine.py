@@ -108,7 +108,7 @@ class Engine:
             num_more = max(0, sampling.max_tokens - 1)
             residency = self.residency.for_request(asked.residency, asked.pins, len(tokens), num_more)
         if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63))
+            sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63), is_free=True)
         return Request(
             asked.id or uuid.uuid4().hex,
             tokens,
@@ -163,11 +163,7 @@ class Engine:
             requests=scheduler.num_by_state(),
             prompt_tokens=dict(counts.prompt_tokens),
             generated_tokens=counts.generated_tokens,
-            kv_blocks={
-                **{tier: slots._asdict() for tier, slots in cache.slots.items()},
-                **cache.cold,
-                **cache.states,
-            },
+            kv_blocks=cache.by_tier,
             retractions=counts.retractions,
             expected_tokens=scheduler.lengths.by_route(),
             blocked_s=dict(self.turns.blocked_s),

@@ -114,7 +114,7 @@ class EngineTurns:
             events, news = self._parts.scheduler.commit(result)
             if (masks := self._parts.executor.masks).answers:
                 # their masks can be computed now
-                masks.advance((event.request_id, event.tokens) for event in events)
+                masks.advance(((event.request_id, event.tokens) for event in events), step.drafts())
             self._outbox.publish(events)
         started = time.monotonic()
         with self._watch.part("save"):

@@ -56,6 +56,11 @@ class CacheStats:
     promoted_total: int
     traffic: Traffic | None  # between tiers; None if there is only the device
 
+    @property
+    def by_tier(self) -> dict[str, dict[str, int]]:
+        """Blocks, then states, by state of their slots."""
+        return {**{tier: slots._asdict() for tier, slots in self.slots.items()}, **self.cold, **self.states}
+
 
 @dataclasses.dataclass(slots=True)
 class Resetting:

@@ -75,7 +75,7 @@ _UNSUPPORTED = {
 }
 # others (PiSSA, OLoRA, LoftQ ...) change the base model's weights, too
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
-_EXPERT = re.compile(r"(?:^|\.)(mlp|block_sparse_moe)\.(experts|gate|shared_expert|shared_expert_gate)\b")
+_EXPERT = re.compile(r"(?:^|\.)(mlp|block_sparse_moe)\.(experts|gate|shared_experts?|shared_expert_gate)\b")
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_]+(\\?\.[A-Za-z0-9_]+)*\$?")
 
 

@@ -98,9 +98,11 @@ class Architecture:
     fused = False  # whether files have q, k and v in one matrix, and gate and up in another
     norms_heads = False  # whether q and k are normalised per head before they are rotated
     derives_head_dim = True  # whether config.json may leave out the width of heads
+    takes_heads = True  # whether trained heads (`--speculate mtp`, `eagle`) can draft for it
     rotates_partly = False  # whether its heads may turn in part (`partial_rotary_factor`)
     # endings of names: in GGUF files the halves of their heads are interleaved
     interleaved_in_gguf: tuple[str, ...] = ()
+    one_more_in_gguf: tuple[str, ...] = ()  # endings of names: GGUF files have these values plus one
 
     def layer_kind(self, config: ModelConfig, index: int) -> type[DecoderLayer]:
         """The class that computes layer `index`. Its fields are the names of `layer`."""
@@ -122,7 +124,7 @@ class Architecture:
         rows = {"qkv": config.qkv_width} if self.fused else {"q": q_rows, "k": kv_rows, "v": kv_rows}
         modules = ((f"self_attn.{name}_proj", num) for name, num in rows.items())
         yield from linear("qkv", config.hidden, config.qkv_bias, *modules)
-        if self.norms_heads:
+        if self.norms_heads or config.normed_heads:
             yield from (stack(name, (f"self_attn.{name}.weight", dim)) for name in ("q_norm", "k_norm"))
         yield from linear("out", q_rows, config.out_bias, ("self_attn.o_proj", config.hidden))
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from penstock.models.forms import Matrix
-from penstock.models.layers import rope_table, row_order
+from penstock.models.layers import head_order, rope_table, row_order
 from penstock.models.lora import LoraRuns
 from penstock.models.model import LayerOps, ModelConfig, PagedKv, Weight
 
@@ -51,8 +51,10 @@ class DecoderLayer:
     @classmethod
     def row_orders(cls, config: ModelConfig) -> Mapping[str, Tensor]:
         """By name: the rows of the tensors that files have in another order."""
-        order = row_order(config)
-        return {} if order is None else {"qkv": order, "qkv_bias": order}
+        order, head = row_order(config), head_order(config)
+        if order is None or head is None:
+            return {}
+        return {"qkv": order, "qkv_bias": order, "q_norm": head, "k_norm": head}
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, kv: Any, lora: LoraRuns | None
@@ -123,7 +125,7 @@ class Decoder:
         table = self.embedding
         self.dtype = self.norm.dtype if isinstance(table, Matrix) else table.dtype
         self.device = self.norm.device
-        # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
+        # float32, of `ModelConfig.rope_shape`: cos of the half-rotation angles, then their sin
         self.rope = rope_table(config).to(self.device)
         self.layers: list[DecoderLayer] = []
         for index, kind in enumerate(kinds or [DecoderLayer] * config.num_layers):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import ModelError
@@ -109,12 +108,10 @@ class DeltaLayer(RoutedLayer):
         x, residual = self._normed(hidden, residual)
         rows, dims = self._linear("qkv", x, lora), self.dims
         qkv, z = rows.split_with_sizes((dims.qkv_width, dims.out_width), dim=1)
-        beta, decay = self.ops.linear(x, self.gates).float().chunk(2, dim=1)
-        decay = self.rate * F.softplus(decay + self.dt_bias)
-        found = kv.advance(self.index, qkv, self.conv, decay, beta.sigmoid())
-        normed = F.rms_norm(found, (dims.value_dim,), self.state_norm, self.eps)
-        gated = normed * F.silu(z.float().unflatten(1, (-1, dims.value_dim)))
-        return self.finish(gated.flatten(1).to(x.dtype), residual, lora)
+        gates = self.ops.linear(x, self.gates)
+        decay, beta = self.ops.delta_gates(gates, self.rate, self.dt_bias)
+        found = kv.advance(self.index, qkv, self.conv, decay, beta)
+        return self.finish(self.ops.gated_norm(found, z, self.state_norm, self.eps), residual, lora)
 
 
 class HybridArchitecture(RoutedArchitecture):

@@ -38,9 +38,10 @@ class RoutedLayer(DecoderLayer):
             return super().make(index, config, {**weights, "experts": None}, ops)
         assert config.routing is not None
         own, device = dict(weights), weights["ffn_norm"].device
+        bias = own.pop("router_bias", None)
         slots = torch.arange(config.routing.num_experts, dtype=torch.int32, device=device)
         router, gate_up, down = (own.pop(name) for name in ("router", "experts_gate_up", "experts_down"))
-        experts = Experts(router, gate_up, down, slots, config.routing, index)
+        experts = Experts(router, gate_up, down, slots, config.routing, index, bias)
         return super().make(index, config, {**own, "experts": experts}, ops)
 
     def mlp(self, x: Tensor, lora: LoraRuns | None) -> Tensor:
@@ -63,6 +64,7 @@ class RoutedArchitecture(Architecture):
     expert = "mlp.experts"  # of which each is a number
     gate, up, down = "gate_proj", "up_proj", "down_proj"
     shared: str | None = None  # the module of the shared expert
+    gates_shared = True  # whether the shared expert is weighed
     normalises: bool | None = None  # None: config.json says it
     normalises_in_gguf = False  # where the file does not say it
 
@@ -82,7 +84,8 @@ class RoutedArchitecture(Architecture):
             rows = ((f"{self.shared}.{name}", routing.shared_ffn) for name in ("gate_proj", "up_proj"))
             yield from linear("gate_up", hidden, False, *rows)
             yield from linear("down", routing.shared_ffn, False, (f"{self.shared}.down_proj", hidden))
-            yield stack("shared_gate", (f"{self.shared}_gate.weight", 1, hidden))
+            if self.gates_shared:
+                yield stack("shared_gate", (f"{self.shared}_gate.weight", 1, hidden))
 
     def _stacked(self, name: str, num: int, *modules: tuple[str, int, int]) -> WeightSpec:
         """A slot for each expert, with its `modules` stacked along rows."""
@@ -103,15 +106,19 @@ class RoutedArchitecture(Architecture):
         num = next(iter(counts.values())) if counts else fields.count(self.count)
         top_k = fields.count("num_experts_per_tok")
         fields.need(top_k <= num, f"num_experts_per_tok is {top_k}, and there are {num} experts")
-        normalised = self.normalises
+        normalised, ffn = self.normalises, fields.count("moe_intermediate_size", config.ffn)
         return Routing(
             num_experts=num,
             top_k=top_k,
-            ffn=fields.count("moe_intermediate_size", config.ffn),
+            ffn=ffn,
             normalised=fields.flag("norm_topk_prob", False) if normalised is None else normalised,
-            shared_ffn=fields.count("shared_expert_intermediate_size") if self.shared else 0,
+            shared_ffn=self.shared_width(fields, ffn) if self.shared else 0,
             dense_layers=_dense_layers(fields, config.num_layers),
         )
+
+    def shared_width(self, fields: Fields, ffn: int) -> int:
+        """Inside the shared expert; `ffn` is that of the others."""
+        return fields.count("shared_expert_intermediate_size")
 
     def config_of_gguf(
         self, metadata: Json, tensors: Container[str], factors: RopeFactors, where: str

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,8 +124,16 @@ class GgufModel:
 
     def _pieces(self, part: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
         dtype = DTYPES[self._tensors[part.name].dtype]
-        for rows, piece in self._source.decoded(*self._of(part.name)):
+        for rows, piece in self._decoded(part.name):
             yield rows, torch.frombuffer(piece, dtype=dtype)
+
+    def _decoded(self, name: str) -> Iterator[tuple[slice, Any]]:
+        """Its pieces as bytes, with the values that safetensors files have."""
+        is_more = name.endswith(architecture_of(self.config).one_more_in_gguf)
+        if is_more and self._tensors[name].dtype != "F32":
+            raise ModelError(f"{self._where}: {name} must be float32")
+        for rows, piece in self._source.decoded(*self._of(name)):
+            yield rows, (piece.view(np.float32) - 1).view(np.uint8) if is_more else piece
 
     def write(self, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
         """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of
@@ -140,7 +149,7 @@ class GgufModel:
         content, done = {}, 0
         for name, tensor in self._tensors.items():
             digests = []
-            for _, piece in self._source.decoded(*self._of(name)):
+            for _, piece in self._decoded(name):
                 file.write(piece.data)
                 digests.append(piece_digest(piece))
                 done += piece.nbytes

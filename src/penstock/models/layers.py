@@ -82,8 +82,25 @@ class TorchLayerOps:
     def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return self.silu_mul(self.linear_shares(x, weight))
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        half = gate_up.shape[-1] // 2
+        gate, up = gate_up.split_with_sizes((half, half), dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def gelu_gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
+        return self.gelu_mul(self.linear_shares(x, weight))
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        beta, decay = rows.float().chunk(2, dim=1)
+        return rate * F.softplus(decay + dt_bias), beta.sigmoid()
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = F.rms_norm(found, weight.shape, weight, eps)
+        gated = normed * F.silu(gate.float().unflatten(1, (-1, len(weight))))
+        return gated.flatten(1).to(gate.dtype)
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         return routed_by(self, x, experts, shared)
@@ -111,14 +128,11 @@ class TorchLayerOps:
         return total if shared is None else total + shared
 
     def choose(self, x: Tensor, experts: Experts) -> TokenExperts:
-        router, routing = experts.router, experts.routing
+        router = experts.router
         if not isinstance(router, Matrix):
             router = router.float()
-        shares = self.linear(x.float(), router).softmax(dim=-1)
-        weights, ids = shares.topk(routing.top_k, dim=-1)
-        return TokenExperts(
-            ids, weights / weights.sum(dim=-1, keepdim=True) if routing.normalised else weights
-        )
+        weights, ids = experts.routing.choose(self.linear(x.float(), router), experts.bias)
+        return TokenExperts(ids, weights)
 
 
 class SteadyLayerOps(TorchLayerOps):
@@ -136,6 +150,18 @@ class SteadyLayerOps(TorchLayerOps):
             return super().silu_mul(gate_up)
         return torch.cat([super(SteadyLayerOps, self).silu_mul(rows) for rows in gate_up.split(num_rows)])
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """As `silu_mul`; wide rows in parts, too."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        parts = (x.split(_GRAIN_VALUES // 2, dim=-1) for x in (gate, up))
+        pairs = [torch.cat(pair, dim=-1) for pair in zip(*parts, strict=True)]
+        num_rows = max(1, _GRAIN_VALUES // pairs[0].shape[-1])
+        made = (
+            torch.cat([super(SteadyLayerOps, self).gelu_mul(rows) for rows in pair.split(num_rows)])
+            for pair in pairs
+        )
+        return torch.cat(list(made), dim=-1)
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """As a choice between x and 0: softmax is computed row by row. `Tensor.sigmoid` computes the last
         values of a tensor in another way than those before them."""
@@ -149,6 +175,8 @@ class OpsAround:
         self.linear, self.linear_shares, self.gated = ops.linear, ops.linear_shares, ops.gated
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self.silu_mul, self.sigmoid = ops.silu_mul, ops.sigmoid
+        self.gelu_mul, self.gelu_gated = ops.gelu_mul, ops.gelu_gated
+        self.delta_gates, self.gated_norm = ops.delta_gates, ops.gated_norm
         self.split, self.embed, self.logits, self.whole = ops.split, ops.embed, ops.logits, ops.whole
         self.terms, self.add_terms, self.summed = ops.terms, ops.add_terms, ops.summed
         self.ops = ops
@@ -172,21 +200,31 @@ def _norm_one_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_table(config: ModelConfig) -> Tensor:
-    """float32 [max_position, head_dim] on the CPU: cos of the half-rotation angles, then their sin.
+    """float32 [max_position, head_dim] on the CPU: cos of the half-rotation angles, then their sin. The table
+    of the layers that turn otherwise stands below it.
 
     The angles are float32 products, as in training: float64 angles would differ by 5e-4 at position 8000 from
     those that the weights were fitted to. Pairs that do not turn have a cos of 1 and a sin of 0; `row_order`
     puts them last.
     """
-    dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
+    dim, scaling, other = config.rotary_dim or config.head_dim, config.rope_scaling, config.other_rope
     frequencies = (
         plain_frequencies(config.rope_theta, dim)
         if scaling is None
         else scaling.frequencies(config.rope_theta, dim)
     )
+    first = _turns(config, frequencies, 1.0 if scaling is None else scaling.attention_factor)
+    if other is None:
+        return first
+    still = torch.zeros(dim // 2)
+    plain = plain_frequencies(other.theta, dim) if other.theta else still
+    return torch.cat((first, _turns(config, plain, 1.0)))
+
+
+def _turns(config: ModelConfig, frequencies: Tensor, factor: float) -> Tensor:
+    """One table. `factor` multiplies cos and sin."""
     angles = torch.arange(config.max_position, dtype=torch.float32)[:, None] * frequencies
-    factor = 1.0 if scaling is None else scaling.attention_factor
-    still = (config.head_dim - dim) // 2
+    still = config.head_dim // 2 - len(frequencies)
     cos = F.pad(angles.cos() * factor, (0, still), value=1.0)
     return torch.cat((cos, F.pad(angles.sin() * factor, (0, still))), dim=-1)
 

@@ -6,9 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.rotary import RopeScaling
+
+LEAST_SUM = 1e-20  # added to a sum of weights before they are divided by it
 
 
 class Split(NamedTuple):
@@ -31,6 +35,37 @@ class Routing:
     normalised: bool  # the weights of a token's experts are divided by their sum
     shared_ffn: int = 0  # width inside the expert that every token runs through; 0: there is none
     dense_layers: tuple[int, ...] = ()  # have one MLP instead
+
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """From the router's logits [T, num_experts], float32: each token's weights and experts, both [T,
+        top_k], the likeliest first. Another rule is a subclass, and a row in `triton_experts.RULES`."""
+        weights, ids = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalised else weights, ids
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRouting(Routing):
+    """Each expert has a sigmoid. A bias, which weighs nothing, is added to choose; experts come only from the
+    groups with the best two."""
+
+    num_groups: int = 1  # of adjacent experts
+    top_groups: int = 1
+    scale: float = 1.0  # of all weights
+
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        # As a choice between each and 0, computed row by row: the bits of `Tensor.sigmoid` depend on the
+        # rows beside it.
+        shares = F.pad(logits.unsqueeze(-1), (0, 1)).softmax(dim=-1)[..., 0]
+        wanted = shares if bias is None else shares + bias
+        groups = wanted.unflatten(1, (self.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1).indices
+        is_in = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        wanted = groups.masked_fill(~is_in.unsqueeze(2), float("-inf")).flatten(1)
+        ids = wanted.topk(self.top_k, dim=-1).indices
+        weights = shares.gather(1, ids)
+        if self.normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        return weights * self.scale, ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +103,23 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherRope:
+    """The layers whose heads turn by another table than the rest: plain positions, or none."""
+
+    layers: tuple[int, ...]
+    theta: float  # 0: their heads do not turn
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Numbers by which a model scales what flows through it."""
+
+    embedding: float
+    residual: float  # of what attention and MLP return
+    logits: float  # they are divided by it
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Dimensions of a decoder-only transformer."""
 
@@ -90,10 +142,14 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    normed_heads: bool = False  # q and k are normalised per head, where only the config says it
     # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
     windows: tuple[int, ...] = ()
     routing: Routing | None = None  # None: every layer has one MLP
     recurrence: Recurrence | None = None  # None: every layer attends
+    other_rope: OtherRope | None = None  # None: all layers turn alike
+    multipliers: Multipliers | None = None
+    score_scale: float = 0.0  # of a query's product with a key; 0: head_dim ** -0.5
 
     def settled(self, max_model_len: int | None) -> ModelConfig:
         """For sequences of at most `max_model_len` tokens. None: the model's default."""
@@ -120,13 +176,25 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return self.score_scale or float(self.head_dim) ** -0.5
+
+    @property
+    def ropes(self) -> tuple[int, ...]:
+        """By layer: its rotary table, a number among those that `rope_table` stacks."""
+        other = () if self.other_rope is None else self.other_rope.layers
+        return tuple(int(layer in other) for layer in range(self.num_layers))
+
+    @property
+    def rope_shape(self) -> tuple[int, int]:
+        """Of all rotary tables, stacked."""
+        return self.max_position * (1 if self.other_rope is None else 2), self.head_dim
 
     @property
     def positions(self) -> str:
         """How positions get into keys: KV under another scheme never matches."""
         plain = f"rope half-rotation theta={self.rope_theta!r}"
         partial = f" of {self.rotary_dim} values" if self.rotary_dim else ""
+        partial += f" other={self.other_rope}" if self.other_rope else ""
         return (
             f"{plain}{partial}"
             if self.rope_scaling is None
@@ -157,6 +225,7 @@ class Experts(NamedTuple):
     slots: Tensor  # int32 [num_experts]
     routing: Routing
     layer: int = 0
+    bias: Tensor | None = None  # float32 [num_experts], of rules that have one
 
 
 class RoutedTokens(Protocol):
@@ -228,7 +297,21 @@ class LayerOps(Protocol):
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """As `silu_mul`, with GELU in its approximation by tanh."""
+
+    def gelu_gated(self, x: Tensor, weight: Weight) -> Tensor:
+        """`gelu_mul(linear(x, weight))`."""
+
     def sigmoid(self, x: Tensor) -> Tensor: ...
+
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, 2 * heads], for beta and then for the decay -> float32 [T, heads] of the decay's logarithm, and
+        of beta."""
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """float32 [T, heads, values], normalised by head, times silu of `gate` [T, heads * values], in whose
+        type it is returned."""
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
         """The weighted sum of what each token's experts return, and `shared` [T, hidden]: [T, hidden] or in

@@ -9,10 +9,15 @@ from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
 from penstock.models.embedded import NAME
 from penstock.models.fields import Json
+from penstock.models.gemma3 import Gemma3
+from penstock.models.glm4_moe import Glm4Moe
+from penstock.models.granite import Granite
 from penstock.models.llama import SMOLLM2_135M, TINY_LLAMA, Llama
 from penstock.models.mistral import Mistral
 from penstock.models.mixtral import Mixtral
 from penstock.models.model import ModelConfig
+from penstock.models.olmo2 import Olmo2
+from penstock.models.olmo3 import Olmo3
 from penstock.models.phi3 import Phi3
 from penstock.models.qwen2 import Qwen2
 from penstock.models.qwen2_moe import Qwen2Moe
@@ -22,6 +27,7 @@ from penstock.models.qwen3_5_moe import QWEN3_5_35B_A3B, Qwen35Moe
 from penstock.models.qwen3_moe import QWEN3_30B_A3B, TINY_QWEN3_MOE, Qwen3Moe
 from penstock.models.qwen3_next import Qwen3Next
 from penstock.models.rotary import RopeFactors
+from penstock.models.smollm3 import SmolLM3
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     Llama(),
@@ -35,6 +41,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen35(),
     Qwen35Moe(),
     Phi3(),
+    Gemma3(),
+    Glm4Moe(),
+    SmolLM3(),
+    Olmo2(),
+    Olmo3(),
+    Granite(),
 )
 
 # Dimensions that users can ask for by name, as messages list them: the one with weights, then by size.

@@ -30,6 +30,7 @@ from torch import Tensor
 from penstock.errors import InvariantBroken
 from penstock.models.fields import Fields, Json, changed_fields
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # kinds of layers
 KINDS = ("linear", "dynamic", "yarn", "llama3", "longrope")
 _KNOWN = frozenset(
     [
@@ -162,6 +163,19 @@ def parse_rope(outer: Fields, head_dim: int, most: int) -> Json:
     outer.need(reach <= most, f"rope scaling reaches {reach} positions; more than {most} cannot be right")
     context = stated if stretches and stated != reach else 0
     return {**plain, "rope_scaling": scaling, "max_position": reach, "context": context}
+
+
+def rope_by_kind(fields: Fields, theta: float, local_theta: float) -> tuple[Json, float]:
+    """Of a model whose layers turn by their kind: `rope_parameters` of the layers that see all tokens, as
+    other models have them; and the base of those with a window, which are plain."""
+    by_kind = Fields(fields.section("rope_parameters"), fields.where)
+    unknown = [name for name in by_kind.raw if name not in (LOCAL, GLOBAL)]
+    fields.need(not unknown, f"rope_parameters with {', '.join(unknown)} is not supported")
+    whole = {"rope_theta": theta, **by_kind.section(GLOBAL), **fields.section("rope_scaling")}
+    local = Fields(by_kind.section(LOCAL), fields.where)
+    kind = local.raw.get("rope_type", "default")
+    fields.need(kind == "default", f"rope scaling of type {kind!r} in layers with a window is not supported")
+    return whole, local.positive("rope_theta", local_theta)
 
 
 def _merged(outer: Fields) -> Fields:

@@ -25,6 +25,8 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.models.model import Experts, LayerOps, ModelConfig, Split, Weight
 
+# Architectures with the layers that this file knows. In others a norm may follow a product, or a state.
+DIVIDED = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _WHOLE = ("attn_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router", "shared_gate")
 
 
@@ -68,8 +70,10 @@ def part_of(config: ModelConfig, split: Split) -> ModelConfig:
     """The dimensions that one rank computes with; the same on every rank."""
     if split.size == 1:
         return config
-    if config.recurrence is not None:
-        raise ModelError("--tensor-parallel: a model with recurrent layers runs on one rank only")
+    if config.architecture not in DIVIDED:
+        raise ModelError(
+            f"--tensor-parallel: models of architecture {config.architecture} run on one rank only"
+        )
     heads, routing = RankHeads.of(config, split), config.routing
     if routing is not None:
         routing = replace(
@@ -198,6 +202,18 @@ class SplitOps:
 
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         return self.ops.gated(x, weight)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self.ops.gelu_mul(gate_up)
+
+    def gelu_gated(self, x: Tensor, weight: Weight) -> Tensor:
+        return self.ops.gelu_gated(x, weight)
+
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ops.delta_gates(rows, rate, dt_bias)
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.ops.gated_norm(found, gate, weight, eps)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return self.ops.sigmoid(x)

@@ -2,6 +2,7 @@
 """Gated delta layers for CUDA: the convolution and the delta rule as few launches, in place, by row. The
 readable form is `delta_rule.py`, whose arithmetic and float32 these follow. Owns no state.
 
+    every step         gates, gated_norm                                before and after
     one token each     convolve_step, delta_step                        every request of the step at once
     prompts            convolve, keep_window, prepare_chunks, run_chunks    requests of any lengths at once
 
@@ -27,11 +28,15 @@ CHUNK = 64  # tokens whose system is solved at once; also those that a program o
 CHANNELS = 128  # of the convolution, per program
 STEP_VALUES = 32  # values of a head per program of a step: more programs than heads
 RUN_VALUES = 64  # the same of chunks: a part of the state stays in registers
+GATES = 256  # values per program
+NORM_HEADS = 8  # heads per program
 PREPARE_WARPS, RUN_WARPS = 8, 8
 STAGES = 1  # of both: with more, loads of the next chunk take shared memory that products need
 # Products of float32 on tensor cores, in three of half the precision: as exact as sums in float32 are.
 PRECISION = "tf32x3"
 _LEAST_SQUARE = 1e-6  # added to the square of a length, as in `delta_rule.py`
+# Views of packed inputs, which have any alignment: one compiled kernel serves every step.
+_STEP_TENSORS = ["rows_ptr", "starts_ptr"]
 
 
 class TritonDelta:
@@ -93,6 +98,29 @@ class TritonDelta:
         return found
 
 
+def gates(rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`LayerOps.delta_gates` in one launch."""
+    num, heads = len(rows), len(rate)
+    decay, beta = (torch.empty(num, heads, dtype=torch.float32, device=rows.device) for _ in range(2))
+    grid = triton.cdiv(num * heads, GATES)
+    gates_kernel[grid,](rows.contiguous(), rate, dt_bias, decay, beta, num, HEADS=heads, TILE=GATES)
+    return decay, beta
+
+
+def gated_norm(found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`LayerOps.gated_norm` in one launch."""
+    num, heads, values = found.shape
+    out = torch.empty(num, heads * values, dtype=gate.dtype, device=gate.device)
+    gated_norm_kernel[num, triton.cdiv(heads, NORM_HEADS)](
+        *(found, gate, weight, out, gate.stride(0), eps),
+        HEADS=heads,
+        VALUE_DIM=values,
+        VALUES=triton.next_power_of_2(values),
+        TILE=NORM_HEADS,
+    )
+    return out
+
+
 def _convolved(states: LayerStates, prompts: Prompts, inputs: DeltaInputs) -> Tensor:
     """float32 [T, width]; the windows of the rows move on."""
     qkv, width = inputs.qkv, inputs.qkv.shape[1]
@@ -123,7 +151,7 @@ def _sizes(states: LayerStates, inputs: DeltaInputs) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ convolution
+# --------------------------------------------------------------------------------------------- gates and norm
 
 
 @triton.jit
@@ -131,7 +159,58 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
+@triton.jit(do_not_specialize=["num"])
+def gates_kernel(
+    rows_ptr,  # [num, 2 * HEADS]: for beta, then for the decay
+    rate_ptr,  # [HEADS]
+    bias_ptr,
+    decay_ptr,  # float32 [num, HEADS]
+    beta_ptr,
+    num,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    real, head = place < num * HEADS, place % HEADS
+    at = rows_ptr + place // HEADS * (2 * HEADS) + head
+    beta = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    x = tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
+    # softplus, which is x itself where the exponential would overflow
+    rises = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    tl.store(decay_ptr + place, tl.load(rate_ptr + head) * rises, mask=real)
+    tl.store(beta_ptr + place, 1.0 / (1.0 + tl.exp(-beta)), mask=real)
+
+
 @triton.jit
+def gated_norm_kernel(
+    found_ptr,  # float32 [T, HEADS, VALUE_DIM]
+    gate_ptr,  # [T, HEADS * VALUE_DIM]
+    weight_ptr,  # [VALUE_DIM]
+    out_ptr,  # as the gate
+    gate_stride,
+    eps,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (i, j): some heads of token i."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, values = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, VALUES)
+    real = (heads < HEADS)[:, None] & (values < VALUE_DIM)[None, :]
+    at = heads[:, None] * VALUE_DIM + values[None, :]
+    x = tl.load(found_ptr + token * (HEADS * VALUE_DIM) + at, mask=real, other=0.0)
+    x *= tl.rsqrt(tl.sum(x * x, 1) / VALUE_DIM + eps)[:, None]
+    x *= tl.load(weight_ptr + values, mask=values < VALUE_DIM, other=0.0).to(tl.float32)[None, :]
+    gate = tl.load(gate_ptr + token * gate_stride + at, mask=real, other=0.0).to(tl.float32)
+    out = (x * _silu(gate)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * (HEADS * VALUE_DIM) + at, out, mask=real)
+
+
+# ------------------------------------------------------------------------------------------------ convolution
+
+
+@triton.jit(do_not_specialize=["rows_ptr"])
 def convolve_step_kernel(
     qkv_ptr,  # [requests, WIDTH]
     conv_ptr,  # [WIDTH, WINDOW]
@@ -173,7 +252,7 @@ def _loaded(qkv_ptr, window_at, first, places, channels, real, qkv_stride, WIDTH
     return x + tl.load(earlier_at, mask=before, other=0.0)
 
 
-@triton.jit(do_not_specialize=["before", "chunks"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before", "chunks"])
 def convolve_kernel(
     qkv_ptr,  # [T, WIDTH]
     conv_ptr,
@@ -212,7 +291,7 @@ def convolve_kernel(
     tl.store(out_at, _silu(total), mask=real)
 
 
-@triton.jit(do_not_specialize=["before"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before"])
 def keep_window_kernel(
     qkv_ptr,
     windows_ptr,
@@ -245,7 +324,7 @@ def keep_window_kernel(
 # ------------------------------------------------------------------------------------------------- delta rule
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr"])
 def delta_step_kernel(
     mixed_ptr,  # float32 [requests, WIDTH]: q, k, v behind the convolution
     decay_ptr,  # [requests, HEADS]
@@ -293,7 +372,7 @@ def _unit(x, LEAST: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) + LEAST)[:, None]
 
 
-@triton.jit(do_not_specialize=["before", "chunks"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before", "chunks"])
 def prepare_chunks_kernel(
     mixed_ptr,  # float32 [T, WIDTH]
     decay_ptr,  # [T, HEADS]
@@ -359,7 +438,7 @@ def prepare_chunks_kernel(
         tl.store(stored_at, stored, mask=by_value)
 
 
-@triton.jit(do_not_specialize=["before"])
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before"])
 def run_chunks_kernel(
     mixed_ptr,
     out_ptr,  # what tokens store, then what they return

@@ -17,8 +17,8 @@ sum depends on the batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.models.model import Experts, Routing
+from penstock.models.model import Experts, GroupedRouting, Routing
 
 Sized = TypeVar("Sized")
 
@@ -122,6 +122,34 @@ def router_kernel(
     tl.store(out_at, total, mask=(rows < num_rows)[:, None] & (experts < NUM)[None, :])
 
 
+@triton.jit
+def _summed_logits(
+    logits_ptr,
+    rows,
+    num_rows,
+    NUM: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """[TILE_ROWS, PADDED], none of them a NaN."""
+    inside = (rows < num_rows)[:, None]
+    experts = tl.arange(0, PADDED)[None, :]
+    logits = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+    for share in tl.static_range(NUM_SHARES):
+        at = logits_ptr + (share * num_rows + rows)[:, None] * NUM + experts
+        logits += tl.load(at, mask=inside & (experts < NUM), other=0.0)
+    return tl.where(logits > -3.0e38, logits, -3.0e38)  # a NaN is not
+
+
+@triton.jit
+def _sorting_keys(values, experts, NUM: tl.constexpr, PADDED: tl.constexpr):
+    """Keys sort as values do, and of equal values the first expert is the largest."""
+    bits = values.to(tl.int32, bitcast=True)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (PADDED - 1 - experts).to(tl.int64)
+    return tl.where(experts < NUM, keys, -0x8000000000000000)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def choose_kernel(
     logits_ptr,  # float32 [NUM_SHARES, num_rows, NUM]
@@ -147,15 +175,8 @@ def choose_kernel(
     inside = (rows < num_rows)[:, None]
     experts = tl.arange(0, PADDED)[None, :]
     ranks = tl.arange(0, PADDED_K)[None, :]
-    logits = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-    for share in tl.static_range(NUM_SHARES):
-        at = logits_ptr + (share * num_rows + rows)[:, None] * NUM + experts
-        logits += tl.load(at, mask=inside & (experts < NUM), other=0.0)
-    logits = tl.where(logits > -3.0e38, logits, -3.0e38)  # a NaN is not
-    # Keys sort as logits do, and of equal logits the first expert is the largest.
-    bits = logits.to(tl.int32, bitcast=True)
-    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (PADDED - 1 - experts).to(tl.int64)
-    keys = tl.where(experts < NUM, keys, -0x8000000000000000)
+    logits = _summed_logits(logits_ptr, rows, num_rows, NUM, PADDED, NUM_SHARES, TILE_ROWS)
+    keys = _sorting_keys(logits, experts, NUM, PADDED)
     ids = tl.zeros([TILE_ROWS, PADDED_K], tl.int32)
     best_logits = tl.full([TILE_ROWS, PADDED_K], float("-inf"), tl.float32)
     taken = tl.zeros([TILE_ROWS, PADDED], tl.int32)
@@ -177,6 +198,93 @@ def choose_kernel(
     out = rows[:, None] * TOP_K + ranks
     tl.store(ids_ptr + out, ids, mask=inside & (ranks < TOP_K))
     tl.store(weights_ptr + out, weights, mask=inside & (ranks < TOP_K))
+    counts = tl.sum(tl.where(inside, taken, 0), 0)
+    tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), counts)
+
+
+@triton.jit
+def _best_groups(
+    wanted,  # float32 [TILE_ROWS, PADDED]
+    NUM: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """[TILE_ROWS, PADDED]: 1 for the experts of the groups whose best two have the largest sums."""
+    SIZE: tl.constexpr = NUM // NUM_GROUPS
+    experts = tl.arange(0, PADDED)[None, :]
+    groups = tl.arange(0, PADDED_GROUPS)[None, :]
+    sums = tl.full([TILE_ROWS, PADDED_GROUPS], float("-inf"), tl.float32)
+    for group in tl.static_range(NUM_GROUPS):
+        own = tl.where(experts // SIZE == group, wanted, float("-inf"))
+        first = tl.max(own, 1)[:, None]
+        at = tl.min(tl.where(own == first, experts, PADDED), 1)[:, None]
+        second = tl.max(tl.where(experts == at, float("-inf"), own), 1)[:, None]
+        sums = tl.where(groups == group, first + second, sums)
+    is_in = tl.zeros([TILE_ROWS, PADDED], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(sums, 1)[:, None]
+        at = tl.min(tl.where(sums == best, groups, PADDED_GROUPS), 1)[:, None]
+        is_in = tl.where(experts // SIZE == at, 1, is_in)
+        sums = tl.where(groups == at, float("-inf"), sums)
+    return is_in
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def choose_grouped_kernel(
+    logits_ptr,  # as for `choose_kernel`, up to `num_rows`
+    ids_ptr,
+    weights_ptr,
+    counts_ptr,
+    num_rows,
+    bias_ptr,  # float32 [NUM]
+    scale,
+    NUM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+):
+    """As `choose_kernel`, by the rule of `GroupedRouting`. The order of a token's experts is that of the sums
+    with the bias."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    inside = (rows < num_rows)[:, None]
+    experts = tl.arange(0, PADDED)[None, :]
+    ranks = tl.arange(0, PADDED_K)[None, :]
+    logits = _summed_logits(logits_ptr, rows, num_rows, NUM, PADDED, NUM_SHARES, TILE_ROWS)
+    shares = 1.0 / (1.0 + tl.exp(-logits))
+    wanted = shares + tl.load(bias_ptr + experts, mask=experts < NUM, other=0.0)
+    if NUM_GROUPS > 1:
+        is_in = _best_groups(wanted, NUM, PADDED, NUM_GROUPS, TOP_GROUPS, PADDED_GROUPS, TILE_ROWS)
+        wanted = tl.where(is_in == 1, wanted, -3.3e38)
+    keys = _sorting_keys(wanted, experts, NUM, PADDED)
+    ids = tl.zeros([TILE_ROWS, PADDED_K], tl.int32)
+    weights = tl.zeros([TILE_ROWS, PADDED_K], tl.float32)
+    taken = tl.zeros([TILE_ROWS, PADDED], tl.int32)
+    for rank in tl.static_range(TOP_K):
+        best = tl.max(keys, 1)[:, None]
+        is_best = keys == best
+        ids = tl.where(ranks == rank, PADDED - 1 - (best & 0xFFFFFFFF).to(tl.int32), ids)
+        share = tl.sum(tl.where(is_best, shares, 0.0), 1)[:, None]
+        weights = tl.where(ranks == rank, share, weights)
+        taken += is_best.to(tl.int32)
+        keys = tl.where(is_best, -0x8000000000000000, keys)
+    if NORMALISED:
+        weights /= tl.sum(weights, 1)[:, None] + 1e-20  # `LEAST_SUM`
+    out = rows[:, None] * TOP_K + ranks
+    tl.store(ids_ptr + out, ids, mask=inside & (ranks < TOP_K))
+    tl.store(weights_ptr + out, weights * scale, mask=inside & (ranks < TOP_K))
     counts = tl.sum(tl.where(inside, taken, 0), 0)
     tl.store(counts_ptr + tl.program_id(0) * PADDED + tl.arange(0, PADDED), counts)
 
@@ -468,6 +576,32 @@ def down_pair_kernel(
     tl.store(out_ptr + pair * WIDTH + columns, total.to(out_ptr.dtype.element_ty), mask=columns < WIDTH)
 
 
+class Rule(NamedTuple):
+    """The launch of one rule of choice: its kernel, and what that takes besides."""
+
+    kernel: Any
+    values: tuple[Any, ...] = ()
+    sizes: Mapping[str, int] = {}
+
+
+def _softmax_rule(experts: Experts) -> Rule:
+    return Rule(choose_kernel)
+
+
+def _grouped_rule(experts: Experts) -> Rule:
+    routing, bias = experts.routing, experts.bias
+    assert isinstance(routing, GroupedRouting) and bias is not None
+    sizes = {"NUM_GROUPS": routing.num_groups, "TOP_GROUPS": routing.top_groups}
+    sizes["PADDED_GROUPS"] = triton.next_power_of_2(routing.num_groups)
+    return Rule(choose_grouped_kernel, (bias, routing.scale), sizes)
+
+
+RULES: Mapping[type[Routing], Callable[[Experts], Rule]] = {
+    Routing: _softmax_rule,
+    GroupedRouting: _grouped_rule,
+}
+
+
 class Chosen(NamedTuple):
     """The experts of a step's tokens."""
 
@@ -530,13 +664,16 @@ def choose(x: Tensor, experts: Experts, is_sorted: bool) -> Chosen:
         )
     )
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
-    choose_kernel[(tiles,)](
+    rule = RULES[type(routing)](experts)
+    rule.kernel[(tiles,)](
         logits,
         ids,
         weights,
         counts,
         num_tokens,
+        *rule.values,
         **sizes,
+        **rule.sizes,
         TOP_K=top_k,
         PADDED_K=triton.next_power_of_2(top_k),
         NUM_SHARES=len(logits),

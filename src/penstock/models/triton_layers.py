@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.models import triton_experts
+from penstock.models import triton_delta, triton_experts
 from penstock.models.model import Experts, Split
 from penstock.models.triton_experts import Chosen
 
@@ -90,13 +90,23 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _activated(x, GELU: tl.constexpr):
+    """SiLU, or GELU in its approximation by tanh: x / 2 (1 + tanh y) is x / (1 + exp(-2 y))."""
+    if GELU:
+        out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        out = x / (1.0 + tl.exp(-x))
+    return out
+
+
+@triton.jit
+def gate_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     source = gate_up_ptr + row * (2 * WIDTH) + columns
     gate = tl.load(source, mask=columns < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = _activated(gate, GELU) * up
     tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=columns < WIDTH)
 
 
@@ -111,6 +121,7 @@ def gated_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    GELU: tl.constexpr,
 ):
     """Program i: its columns of the output for all rows. Weights are what is read, so they are the left and
     longer side of the products; what they give is rounded as it would be on its way through memory."""
@@ -128,7 +139,7 @@ def gated_kernel(
         up = tl.dot(tl.load(gate_at + FFN * WIDTH + start), x, up)
     gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
     up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = _activated(gate, GELU) * up
     tl.store(out_ptr + rows[None, :] * FFN + columns[:, None], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -211,25 +222,36 @@ class TritonLayerOps:
         return out, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, is_gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, is_gelu=True)
+
+    def _gate_mul(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         rows = out.numel() // width
         if rows:
-            silu_mul_kernel[(rows, triton.cdiv(width, SILU_TILE))](
-                gate_up, out, WIDTH=width, TILE=SILU_TILE, num_warps=4
+            gate_mul_kernel[(rows, triton.cdiv(width, SILU_TILE))](
+                gate_up, out, WIDTH=width, TILE=SILU_TILE, GELU=is_gelu, num_warps=4
             )
         return out
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._gated(x, weight, is_gelu=False)
+
+    def gelu_gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._gated(x, weight, is_gelu=True)
+
+    def _gated(self, x: Tensor, weight: Tensor, is_gelu: bool) -> Tensor:
         tile = _gated_tile(x, weight)
         if tile is None:
-            return self.silu_mul(self.linear(x, weight))
+            return self._gate_mul(self.linear(x, weight), is_gelu)
         ffn = len(weight) // 2
         out = x.new_empty(len(x), ffn)
-        gated_kernel[(ffn // tile.columns,)](
-            x.contiguous(), weight, out, len(x), WIDTH=weight.shape[1], FFN=ffn, **_launch(x, tile)
-        )
+        shape = {"WIDTH": weight.shape[1], "FFN": ffn, "GELU": is_gelu}
+        gated_kernel[(ffn // tile.columns,)](x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile))
         return out
 
     def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -249,6 +271,12 @@ class TritonLayerOps:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return triton_delta.gates(rows, rate, dt_bias)
+
+    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return triton_delta.gated_norm(found, gate, weight, eps)
 
     def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         return triton_experts.routed(x, experts, shared)

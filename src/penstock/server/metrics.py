@@ -35,7 +35,8 @@ gauge penstock_requests stats.requests state: Requests by state.
 counter penstock_prompt_tokens stats.prompt_tokens source: \
 Prompt tokens by where their KV came from; the sources sum to all prompt tokens.
 counter penstock_generated_tokens stats.generated_tokens: Tokens generated.
-gauge penstock_kv_blocks blocks tier state: KV blocks by tier and state; tier states: those of hybrid models.
+gauge penstock_kv_blocks blocks tier state: \
+KV blocks by tier and state; tiers whose name ends in states have those of hybrid models.
 counter penstock_host_read_steps stats.host_steps: \
 Steps that read KV which deep requests have in host memory.
 counter penstock_residency_parts_fetched stats.residency.parts_fetched: \

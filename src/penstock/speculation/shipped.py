@@ -14,7 +14,9 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +24,13 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.models.architecture import TensorSpec, WeightSpec, stack
 from penstock.models.decoder import Decoder
+from penstock.models.hashed_file import WeightFile
 from penstock.models.loader import LoadedModel
 from penstock.models.model import ModelConfig, PagedKv, Weight
 from penstock.models.registry import architecture_of
 from penstock.models.weights import (
     LoadedWeights,
+    StoredTensor,
     check_weights,
     memory_needed,
     put_rows,
@@ -94,10 +98,43 @@ def head_layout(dims: ModelConfig) -> tuple[WeightSpec, ...]:
     return tuple(weight._replace(exact=weight.name.endswith("norm")) for weight in found)
 
 
+class _StoredHead(NamedTuple):
+    """A head in the files of a checkpoint, which fits its model."""
+
+    files: list[WeightFile]
+    tensors: Mapping[str, StoredTensor]  # by the names of `head_layout`
+    dims: ModelConfig
+
+    @classmethod
+    def find(cls, directory: Path, target: ModelConfig, stack: ExitStack) -> _StoredHead:
+        """Its files are open until `stack` ends. Only headers are read. Raises ModelError if there is none,
+        or it does not fit."""
+        files, everything = read_stored(directory, stack)
+        of_head = {name: tensor for name, tensor in everything.items() if name.startswith(PREFIX)}
+        if not of_head:
+            raise ModelError(f"--speculate mtp: {directory} has no head for drafts ({PREFIX}*)")
+        # experts in one tensor are taken apart, as in the model
+        renamed = {_IN_MODEL + name.removeprefix(PREFIX): tensor for name, tensor in of_head.items()}
+        apart = architecture_of(target).laid_out(renamed)
+        stored = {PREFIX + name.removeprefix(_IN_MODEL): tensor for name, tensor in apart.items()}
+        dims = head_dims(target, _ROUTER in stored)
+        own = f"hidden size {target.hidden}, vocabulary {target.vocab}"
+        message = f"--speculate mtp: the head in {directory} does not fit the model ({own})"
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+        check_weights(shapes, head_layout(dims), message)
+        return cls(files, stored, dims)
+
+
+def check_shipped(directory: Path, target: ModelConfig) -> None:
+    """Raises what `shipped_head` would, before weights are read."""
+    with ExitStack() as stack:
+        _StoredHead.find(directory, target, stack)
+
+
 def shipped_head(loaded: LoadedModel, path: str | None) -> ShippedHead:
     """The head of the checkpoint that `loaded` is from; for random weights a random one. Raises ModelError if
     there is none, or it does not fit. `path`: what the user named instead."""
-    target, directory = loaded.model, loaded.directory
+    target, directory, found = loaded.model, loaded.directory, LoadedWeights({}, {})
     if path is not None:
         raise ModelError(
             f"--speculate mtp:{path}: a head in files of its own is not supported with recurrent layers; "
@@ -106,27 +143,16 @@ def shipped_head(loaded: LoadedModel, path: str | None) -> ShippedHead:
     if directory is None:
         return _random_head(target)
     with ExitStack() as stack:
-        files, everything = read_stored(directory, stack)
-        of_head = {name: tensor for name, tensor in everything.items() if name.startswith(PREFIX)}
-        if not of_head:
-            raise ModelError(f"--speculate mtp: {directory} has no head for drafts ({PREFIX}*)")
-        # experts in one tensor are taken apart, as in the model
-        renamed = {_IN_MODEL + name.removeprefix(PREFIX): tensor for name, tensor in of_head.items()}
-        apart = architecture_of(target.config).laid_out(renamed)
-        stored = {PREFIX + name.removeprefix(_IN_MODEL): tensor for name, tensor in apart.items()}
-        dims = head_dims(target.config, _ROUTER in stored)
-        weights = head_layout(dims)
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-        check_weights(shapes, weights, _misfit(directory, target.config))
-        found = LoadedWeights({}, {})
+        head = _StoredHead.find(directory, target.config, stack)
         with memory_needed(f"the head in {directory} does not fit into the memory of {target.device}"):
-            for _ in read_weights(weights, stored, lambda weight: room_like(target, weight), found):
+            rooms = partial(room_like, target)
+            for _ in read_weights(head_layout(head.dims), head.tensors, rooms, found):
                 pass
-        for file in files:
+        for file in head.files:
             file.check_unchanged()
     state = hashlib.blake2b(digest_size=16, person=b"penstock-shipped")
     state.update(b"".join(found.content.values()))
-    return ShippedHead(dims, found.tensors, target, state.digest())
+    return ShippedHead(head.dims, found.tensors, target, state.digest())
 
 
 def _random_head(target: Decoder) -> ShippedHead:
@@ -139,9 +165,3 @@ def _random_head(target: Decoder) -> ShippedHead:
             values.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
         put_rows(weights[weight.name], slice(None), values)
     return ShippedHead(dims, weights, target, b"random head")
-
-
-def _misfit(directory: Path, target: ModelConfig) -> str:
-    """The beginning of a refusal."""
-    own = f"hidden size {target.hidden}, vocabulary {target.vocab}"
-    return f"--speculate mtp: the head in {directory} does not fit the model ({own})"

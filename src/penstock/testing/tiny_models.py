@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.model import ModelConfig, Routing
+from penstock.models.model import GroupedRouting, ModelConfig, Multipliers, OtherRope, Routing
 from penstock.models.qwen3 import TINY_QWEN3
 from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.models.qwen3_moe import TINY_QWEN3_MOE
@@ -25,12 +25,17 @@ from penstock.models.weights import INDEX
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "TINY_GEMMA3",
+    "TINY_GLM4_MOE",
+    "TINY_GRANITE",
     "TINY_LLAMA",
     "TINY_MIXTRAL",
+    "TINY_OLMO2",
     "TINY_QWEN2_MOE",
     "TINY_QWEN3",
     "TINY_QWEN3_5",
     "TINY_QWEN3_MOE",
+    "TINY_SMOLLM3",
     "tiny_tensors",
     "tiny_tokenizer",
     "write_tiny_model",
@@ -38,6 +43,31 @@ __all__ = [
 
 TINY_MIXTRAL = dataclasses.replace(
     TINY_LLAMA, architecture="mixtral", routing=Routing(num_experts=4, top_k=2, ffn=128, normalised=True)
+)
+TINY_GEMMA3 = dataclasses.replace(
+    TINY_LLAMA,
+    architecture="gemma3_text",
+    num_layers=7,
+    tied_embeddings=True,
+    windows=(40, 40, 40, 40, 40, 0, 40),
+    other_rope=OtherRope((0, 1, 2, 3, 4, 6), 1000.0),
+    score_scale=0.25,
+)
+TINY_GLM4_MOE = dataclasses.replace(
+    TINY_LLAMA,
+    architecture="glm4_moe",
+    num_layers=3,
+    qkv_bias=True,
+    normed_heads=True,
+    rotary_dim=8,
+    routing=GroupedRouting(8, 2, 32, True, 64, (0,), num_groups=4, top_groups=2, scale=1.5),
+)
+TINY_SMOLLM3 = dataclasses.replace(
+    TINY_LLAMA, architecture="smollm3", num_layers=5, other_rope=OtherRope((3,), 0.0)
+)
+TINY_OLMO2 = dataclasses.replace(TINY_LLAMA, architecture="olmo2")
+TINY_GRANITE = dataclasses.replace(
+    TINY_LLAMA, architecture="granite", score_scale=0.5, multipliers=Multipliers(3.0, 0.5, 2.0)
 )
 TINY_QWEN2_MOE = dataclasses.replace(
     TINY_LLAMA,
@@ -186,12 +216,36 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
         fields |= {"sliding_window": max(config.windows), "use_sliding_window": True, "layer_types": kinds}
     elif config.architecture in ("mistral", "mixtral"):
         fields["sliding_window"] = None
+    if config.architecture == "smollm3":
+        still = () if config.other_rope is None else config.other_rope.layers
+        fields["no_rope_layers"] = [int(layer not in still) for layer in range(config.num_layers)]
+    if (scales := config.multipliers) is not None:
+        fields |= {"embedding_multiplier": scales.embedding, "residual_multiplier": scales.residual}
+        fields |= {"logits_scaling": scales.logits, "attention_multiplier": config.scale}
+    if config.architecture == "gemma3_text" and config.other_rope is not None:
+        fields |= {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+        fields["rope_local_base_freq"] = config.other_rope.theta
+        fields["query_pre_attn_scalar"] = round(config.scale**-2)
     return fields
 
 
 def _routing_fields(config: ModelConfig) -> dict[str, Any]:
     routing = config.routing
     assert routing is not None
+    if isinstance(routing, GroupedRouting):
+        return {
+            "n_routed_experts": routing.num_experts,
+            "num_experts_per_tok": routing.top_k,
+            "moe_intermediate_size": routing.ffn,
+            "norm_topk_prob": routing.normalised,
+            "n_shared_experts": routing.shared_ffn // routing.ffn,
+            "first_k_dense_replace": len(routing.dense_layers),
+            "n_group": routing.num_groups,
+            "topk_group": routing.top_groups,
+            "routed_scaling_factor": routing.scale,
+            "use_qk_norm": config.normed_heads,
+            "attention_bias": config.qkv_bias,
+        }
     if config.architecture == "mixtral":
         return {"num_local_experts": routing.num_experts, "num_experts_per_tok": routing.top_k}
     return {

@@ -77,10 +77,12 @@ def test_drafts_that_miss_the_context_in_host_memory_are_noticed(
 
     def first_row(chunks: Any, rows: Any, parts: Any, table_at: int) -> Any:
         found = PACKED(chunks, rows, parts, table_at)
+        if all(chunk.num_logits < 2 for chunk in chunks):
+            return found
         return tuple(one._replace(rows=(one.rows[0], one.rows[0] + 1)) for one in found)
 
     right = generate(full_engine(make_engine), prompts(400), max_tokens=40)
-    engine = deep_engine(make_engine, 256, speculate="ngram", prefill_chunk=1)
+    engine = deep_engine(make_engine, 256, speculate="ngram")
     script = script_of(engine, False, 1.0)
     monkeypatch.setattr(batch, "_pack_paged", first_row)
     found = answered(engine, script, prompts(400), right, max_tokens=40)
@@ -92,7 +94,7 @@ PACKED = batch._pack_paged
 
 
 def test_under_retraction_and_cancels_it_leaves_nothing_behind(make_engine: Make, prompts: Prompts) -> None:
-    asked = [(prompts(700, 1), 60), *((prompts(120, seed), 100) for seed in range(2, 7))]
+    asked = [(prompts(500, 1), 40), *((prompts(120, seed), 60) for seed in range(2, 6))]
     full = full_engine(make_engine)
     rights = [generate(full, prompt, max_tokens=num) for prompt, num in asked]
     engine = deep_engine(make_engine, 256, overcommit=4.0, blocks=40, speculate="ngram")
@@ -101,7 +103,7 @@ def test_under_retraction_and_cancels_it_leaves_nothing_behind(make_engine: Make
         answered(engine, script, prompt, right, max_tokens=num)
         for (prompt, num), right in zip(asked, rights, strict=True)
     ]
-    gone = submit(engine, prompts(600, 9), max_tokens=80)
+    gone = submit(engine, prompts(400, 9), max_tokens=80)
     for turn in range(10_000):
         if turn == 60:
             engine.cancel(gone.request_id)

@@ -12,8 +12,16 @@ import torch
 from penstock.config import Config, KvConfig, LoraConfig, ModelSource, SpeculationConfig, WeightsName
 from penstock.engine.build import build
 from penstock.errors import ConfigError
+from penstock.models.model import ModelConfig
 from penstock.models.registry import BUILT_IN
-from penstock.testing.tiny_models import TINY_QWEN2_MOE, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_GLM4_MOE,
+    TINY_GRANITE,
+    TINY_OLMO2,
+    TINY_QWEN2_MOE,
+    write_tiny_model,
+)
 from tests.support.driving import generate, tiny_config
 from tests.support.steadiness import differing
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -44,6 +52,14 @@ def test_answers_of_a_model_with_a_shared_expert_are_the_same_bits(
 ) -> None:
     model = write_tiny_model(tmp_path / "model", TINY_QWEN2_MOE)
     assert differing(config_of(str(model), weights), tmp_path / "disk") == []
+
+
+@pytest.mark.parametrize("model", [TINY_GEMMA3, TINY_GLM4_MOE, TINY_GRANITE, TINY_OLMO2])
+def test_answers_of_models_with_layers_of_their_own_are_the_same_bits(
+    tmp_path: Path, model: ModelConfig
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", model)
+    assert differing(config_of(str(folder), "int8"), tmp_path / "disk") == []
 
 
 def in_4_bits(folder: Path, model: str = "tiny-llama") -> str:

@@ -51,6 +51,14 @@ SHARES = ("50%", "25%", FEWEST)
 Make = Callable[..., Engine]
 
 
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def make() -> Iterator[Make]:
     made: list[tuple[Engine, Sanitizer]] = []

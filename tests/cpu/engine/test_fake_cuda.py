@@ -15,10 +15,13 @@ import torch
 
 pytest.importorskip("triton", reason="NOT TESTED: kernels need triton")
 
-from penstock.config import Config, SpeculationConfig
+from triton.runtime.jit import JITFunction
+
+from penstock.config import Config, KvConfig, SpeculationConfig
 from penstock.contract import Chunk, Request, SamplingParams, Start, StateMove, StepPlan
 from penstock.engine.build import build
 from penstock.engine.execution import states
+from penstock.engine.execution.batch import StepInputs
 from penstock.models import triton_experts
 from penstock.models.delta_net import DeltaLayer
 from penstock.models.model import Experts, Routing
@@ -78,6 +81,14 @@ def test_states_are_kept_and_begun_with_by_steps_that_wait_for_nothing() -> None
         assert step.wait_error() is None
 
 
+def test_kv_gets_what_a_step_and_the_replays_leave() -> None:
+    """By default, where states take most of the memory beside the weights."""
+    config = dataclasses.replace(config_of(HYBRID), kv=KvConfig())
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, capture=False))
+    with fake_cuda() as gpu:
+        assert build(config).parts.arena.num_bytes < gpu.free_bytes
+
+
 # ------------------------------------------------------------------------------------------------- the faults
 
 
@@ -128,3 +139,21 @@ def test_the_router_of_many_experts_fits_into_a_multiprocessor(num_experts: int)
             sizes = {"NUM": num_experts, "PADDED": num_experts}
             triton_experts._logits(x, experts.router, sizes, overlaps=True)
         assert gpu.num_launched == len(gpu.kernels) == 2
+
+
+def test_no_kernel_is_compiled_anew_because_a_step_s_inputs_lie_elsewhere() -> None:
+    """They are views of one packed buffer, so their alignment changes with the sizes of a step."""
+    from penstock.engine.execution import triton_states, triton_steps
+    from penstock.engine.execution.attention import triton_kernels
+    from penstock.models import triton_delta
+
+    views = {f"{name}_ptr" for name in (*StepInputs.__dataclass_fields__, "starts", "lengths", "unsure")}
+    kernels = [
+        one
+        for module in (triton_kernels, triton_steps, triton_states, triton_delta)
+        for one in vars(module).values()
+        if isinstance(one, JITFunction) and one.__name__.endswith("_kernel")
+    ]
+    met = [(one.__name__, param) for one in kernels for param in one.params if param.name in views]
+    assert len({name for name, _ in met}) > 12
+    assert [f"{name}: {param.name}" for name, param in met if not param.do_not_specialize] == []

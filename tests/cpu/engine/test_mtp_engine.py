@@ -238,6 +238,16 @@ def test_where_steps_are_slow_the_largest_are_not_measured(
     assert costs.of(4) == pytest.approx(0.4) and costs.of(256) == pytest.approx(25.6)
 
 
+def test_a_busy_machine_makes_no_size_look_dear_for_good(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slow step, measured when other processes ran, says nothing about larger ones: a larger one that is
+    faster proves it wrong."""
+    _, engine = pair()
+    times = iter([8e-3, 60e-3, 9e-3, 40e-3, 11e-3, *[8e-3] * 4])
+    monkeypatch.setattr(warm, "step_s", lambda executor, plan, is_alone=False: next(times))
+    costs = warm.measured_costs(engine.parts.executor, 0, StepCosts((1, 2, 4, 8, 16), (1.0,) * 5))
+    assert costs.seconds == (8e-3, 9e-3, 9e-3, 11e-3, 11e-3)
+
+
 class Shared(TorchDispatchMode):
     """Operations of this thread that are large enough for torch to share them among threads; it makes views
     and takes memory without."""

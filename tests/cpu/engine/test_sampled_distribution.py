@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from penstock.config import SpeculationConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution import rejection
 from penstock.engine.execution.ahead import DraftPass, ModelGuesser
-from tests.support.driving import pass_of, run_all, submit, tiny_config
+from penstock.engine.execution.rejection import verified
+from tests.support.driving import generate, pass_of, run_all, submit, tiny_config
 from tests.support.forced import forced
 
 VOCAB, PROMPT = 5, (3, 1)
@@ -58,15 +60,28 @@ class _Table:
         model.head = lambda hidden, residual: hidden
 
 
+def made_with(speculation: SpeculationConfig) -> Engine:
+    config = tiny_config(blocks=1200, max_batch=REQUESTS, max_model_len=704, prefix_cache=False)
+    made = build(replace(config, speculation=speculation))
+    _Table(TARGET, 512).put_into(made.parts.executor.target.model)
+    if speculation.kind == "draft":
+        guesser = pass_of(made, DraftPass).drafts.guesser
+        assert isinstance(guesser, ModelGuesser) and made.parts.speculation is not None
+        _Table(DRAFT, 512).put_into(guesser._draft.model)
+    forced(made)
+    return made
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = tiny_config(blocks=1200, max_batch=REQUESTS, max_model_len=704, prefix_cache=False)
-    made = build(replace(config, speculation=SpeculationConfig("draft:tiny-llama", 3)))
-    executor, guesser = made.parts.executor, pass_of(made, DraftPass).drafts.guesser
-    assert isinstance(guesser, ModelGuesser) and made.parts.speculation is not None
-    _Table(TARGET, 512).put_into(executor.target.model)
-    _Table(DRAFT, 512).put_into(guesser._draft.model)
-    forced(made)
+    made = made_with(SpeculationConfig("draft:tiny-llama", 3))
+    yield made
+    made.close(timeout_s=20.0)
+
+
+@pytest.fixture(scope="module", params=["draft:tiny-llama", "ngram"])
+def rejecting(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = made_with(SpeculationConfig(request.param, 3, "rejection"))
     yield made
     made.close(timeout_s=20.0)
 
@@ -100,8 +115,57 @@ def probabilities(before: Sequence[int], options: dict[str, Any]) -> NDArray[np.
 def test_tokens_follow_the_targets_distribution(option: str, engine: Engine) -> None:
     """A G-test of which token follows which; its expectation is exact, also where penalties count all that
     came before."""
-    options = {"temperature": 1.0, **OPTIONS[option]}
-    found = [submit(engine, PROMPT, max_tokens=TOKENS, seed=1000 + n, **options) for n in range(REQUESTS)]
+    check(engine, {"temperature": 1.0, **OPTIONS[option]}, seeds=range(1000, 1000 + REQUESTS))
+
+
+@pytest.mark.parametrize("option", ["top_k", "all"])
+def test_with_rejection_sampling_tokens_follow_it_too(option: str, rejecting: Engine) -> None:
+    check(rejecting, {"temperature": 1.0, **OPTIONS[option]}, seeds=[None] * REQUESTS)
+
+
+def test_rejection_sampling_keeps_more_drafts(engine: Engine) -> None:
+    """And what a request with a seed gets is what it gets without drafts."""
+    made = made_with(SpeculationConfig("draft:tiny-llama", 3, "rejection"))
+    options = {"temperature": 1.0}
+    coupled = check(engine, options, seeds=range(REQUESTS))
+    assert check(made, options, seeds=[None] * REQUESTS) > coupled + 0.03
+    found = [generate(one, PROMPT, max_tokens=100, seed=5, **options).tokens for one in (made, engine)]
+    assert found[0] == found[1]
+    made.close(timeout_s=20.0)
+
+
+def test_tokens_drawn_from_the_target_in_place_of_rejected_drafts_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fault: a draft that was rejected may be drawn again."""
+    monkeypatch.setattr(rejection, "verified", lambda target, *given: (verified(target, *given)[0], target))
+    made = made_with(SpeculationConfig("draft:tiny-llama", 3, "rejection"))
+    with pytest.raises(AssertionError, match="degrees of freedom"):
+        check(made, {"temperature": 1.0}, seeds=[None] * REQUESTS)
+    made.close(timeout_s=20.0)
+
+
+def test_tokens_have_the_targets_distribution_by_enumeration() -> None:
+    """Over all drafts, and all chances in steps of a ten-thousandth."""
+    generator = torch.Generator().manual_seed(1)
+    chances = (torch.arange(10_000) + 0.5) / 10_000
+    for vocab in (2, 3, 4, 6):
+        target, drawn = torch.rand((2, vocab), generator=generator).pow(2).double()
+        target, drawn = target / target.sum(), drawn / drawn.sum()
+        for q in (drawn, torch.nn.functional.one_hot(torch.tensor(1), vocab).double(), target):
+            found = torch.zeros(vocab, dtype=torch.float64)
+            for draft in range(vocab):
+                drafts = torch.full((len(chances),), draft)
+                p_of, q_of = (one.expand(len(chances), -1) for one in (target, q))
+                is_kept, rest = verified(p_of, q_of, drafts, chances.double())
+                found[draft] += q[draft] * is_kept.double().mean()
+                found += q[draft] * (~is_kept).double().mean() * rest[0] / rest[0].sum()
+            assert (found - target).abs().max() < 2e-4
+
+
+def check(engine: Engine, options: dict[str, Any], seeds: Sequence[int | None]) -> float:
+    """Returns the share of drafts that were kept."""
+    found = [submit(engine, PROMPT, max_tokens=TOKENS, seed=seed, **options) for seed in seeds]
     run_all(engine, 100_000)
     seen, expected = np.zeros((VOCAB, VOCAB)), np.zeros((VOCAB, VOCAB))
     for one in found:
@@ -120,4 +184,5 @@ def test_tokens_follow_the_targets_distribution(option: str, engine: Engine) -> 
         sum(event.accepted for one in found for event in one.events),
         sum(e.drafted for one in found for e in one.events),
     )
-    assert 0.2 * drafted < accepted < drafted, "some drafts were kept, and some not"
+    assert 0.1 * drafted < accepted < drafted, "some drafts were kept, and some not"
+    return accepted / drafted

@@ -6,16 +6,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
+from penstock.config import SpeculationConfig
 from penstock.contract import FinishReason, Grammar, Thought
 from penstock.engine.engine import Engine
 from penstock.engine.execution.grammars import Matcher
+from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.engine.test_speculation import SAMPLED, Script, answered, assert_same, scripted
-from tests.support.driving import Collected, generate, run_all
+from tests.support.driving import Collected, generate, run_all, tiny_config
 from tests.support.forced import forced
 
 Make = Callable[..., Engine]
@@ -143,3 +147,41 @@ def test_lookups_draft_under_a_grammar(make_engine: Make, prompts: Prompts) -> N
     assert_same(found, right)
     assert bytes(found.tokens) == b"abcdefgh" * 6
     assert sum(event.accepted for event in found.events) > 20
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 2}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_drafts_that_the_device_made_have_masks_too(
+    kind: str, options: dict[str, Any], make_engine: Make, prompts: Prompts
+) -> None:
+    """The host reads them with the result of the step that made them. The draft model is the target, and
+    knows nothing of the grammar."""
+    plain, (engine, sanitizer) = make_engine(), drafting_engine()
+    drafted = accepted = 0
+    for seed in range(3):
+        found = formed(engine, prompts(20, seed), GRAMMARS[kind], **options)
+        assert_same(found, formed(plain, prompts(20, seed), GRAMMARS[kind], **options))
+        drafted += sum(event.drafted for event in found.events)
+        accepted += sum(event.accepted for event in found.events)
+        engine.check()
+    assert drafted > accepted >= 0 and drafted > 10
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def test_drafts_that_the_grammar_allows_are_kept(make_engine: Make, prompts: Prompts) -> None:
+    """A grammar that forbids one token of what the model says, and nothing else."""
+    free = generate(make_engine(), prompts(20), max_tokens=30)
+    engine, sanitizer = drafting_engine()
+    grammar = Grammar("lark", "start: TEXT\nTEXT: /(.|\\n){1,400}/")
+    found = formed(engine, prompts(20), grammar, max_tokens=30)
+    assert sum(event.accepted for event in found.events) > 5 and len(free.tokens) == 30
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def drafting_engine() -> tuple[Engine, Sanitizer]:
+    config = replace(tiny_config(), speculation=SpeculationConfig("draft:tiny-qwen3", 4))
+    engine, sanitizer = build_sanitized(config)
+    forced(engine)
+    return engine, sanitizer

@@ -17,7 +17,7 @@ from penstock.models.experts import RoutedLayer
 from penstock.models.forms import Matrix
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import inspect_model
-from penstock.models.model import Experts, ModelConfig, Routing
+from penstock.models.model import Experts, GroupedRouting, ModelConfig, Routing
 from penstock.models.qwen3_moe import QWEN3_30B_A3B
 from penstock.models.registry import layout, parse_config
 from penstock.models.weights import weights_digest
@@ -61,6 +61,16 @@ def random_experts(routing: Routing, hidden: int) -> Experts:
     slots = torch.randperm(num_slots, generator=generator)[: routing.num_experts].int()
     stacks = some(num_slots, 2 * ffn, hidden), some(num_slots, hidden, ffn)
     return Experts(4 * some(routing.num_experts, hidden), *stacks, slots, routing)
+
+
+def test_a_token_s_choice_from_groups_has_the_same_bits_among_others() -> None:
+    routing = GroupedRouting(30, 3, 8, True, num_groups=3, top_groups=2, scale=1.5)
+    generator = torch.Generator().manual_seed(3)
+    logits, bias = torch.randn(37, 30, generator=generator), torch.randn(30, generator=generator)
+    weights, ids = routing.choose(logits, bias)
+    for at in range(37):
+        weight, id = routing.choose(logits[at : at + 1], bias)
+        assert torch.equal(weight[0], weights[at]) and torch.equal(id[0], ids[at])
 
 
 def by_token(x: Tensor, experts: Experts) -> Tensor:

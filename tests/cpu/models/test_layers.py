@@ -43,6 +43,7 @@ def test_steady_ops_compute_a_row_alone_and_among_others_in_the_same_bits(width:
         (ops.sigmoid(x), ops.sigmoid),
         (ops.rms_norm(x, weight, 1e-5), lambda row: ops.rms_norm(row, weight, 1e-5)),
         (ops.silu_mul(x.repeat(1, 2)), lambda row: ops.silu_mul(row.repeat(1, 2))),
+        (ops.gelu_mul(x.repeat(1, 2)), lambda row: ops.gelu_mul(row.repeat(1, 2))),
     ):
         assert torch.equal(found, torch.cat([op(row) for row in x.split(1)]))
 
@@ -55,6 +56,17 @@ def test_add_rms_norm_returns_the_sum_as_the_next_residual_and_keeps_its_inputs(
     assert torch.equal(total, residual_before + x_before)
     assert torch.allclose(normed.double(), reference_norm(total, weight, 1e-5), atol=1e-6)
     assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
+
+
+def test_steady_gelu_of_wide_rows_has_the_same_bits_with_any_number_of_threads() -> None:
+    rows, found, before = torch.randn(2, 2 * 21504), [], torch.get_num_threads()
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        found.append(SteadyLayerOps().gelu_mul(rows))
+    torch.set_num_threads(before)
+    gate, up = rows.double().chunk(2, dim=-1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert torch.equal(*found) and torch.allclose(found[0].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_silu_mul_gates_the_second_half_with_the_first_and_keeps_its_input() -> None:

@@ -26,6 +26,7 @@ from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Shape, StepInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws
 from penstock.engine.execution.forward import BoundKv, Flow
+from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.passes import (
     GRAPHS,
     INPUTS,
@@ -39,6 +40,7 @@ from penstock.engine.execution.passes import (
 )
 from penstock.engine.execution.replays import CapturedPass, Replays
 from penstock.engine.execution.sampler import Rows
+from penstock.engine.execution.staging import move
 from penstock.speculation.draft import DraftModel
 from penstock.speculation.head import DraftHead
 
@@ -218,8 +220,9 @@ class DraftPass(Pass):
 
     is_late = True
 
-    def __init__(self, drafts: Drafts, rows: Rows, replays: Replays) -> None:
+    def __init__(self, drafts: Drafts, rows: Rows, replays: Replays, masks: Masks) -> None:
         self.drafts = drafts
+        self._masks = masks
         self.attentions = (drafts.guesser.attention,)
         self._rows = rows
         self._has_new_draws = False  # rows have changed since their draws were last uploaded
@@ -255,6 +258,15 @@ class DraftPass(Pass):
         else:
             ops.submit(lambda: _fill(step, captured), "draft", accesses)
             ops.replay(captured.replay, accesses)
+        if plan.num_ahead and self._masks.answers:
+            self._hand_on(step)
+
+    def _hand_on(self, step: Step) -> None:
+        """Drafts to the host: the next step needs a mask for each."""
+        pending = self.drafts.pending
+        room = step.outputs.room_for_drafts(*pending.shape)
+        read = Access(SAMPLER, range(len(pending)), LAST, Mode.READ)
+        step.ops.submit(lambda: move(room, pending), "drafts to the host", [read, step.written])
 
     def capture(self, bucket: Shape) -> None:
         if bucket.samples_all:

@@ -186,10 +186,11 @@ class Drafted(NamedTuple):
     num_drafts: int  # most drafts of a group
     num_unsure: int  # most of a chunk
 
-    def views(self, packed: Tensor, tokens: Tensor) -> DraftedInputs:
+    def views(self, packed: Tensor, tokens: Tensor, positions: Tensor | None = None) -> DraftedInputs:
         sizes = [self.num_samples, self.num_samples, self.num_groups, self.num_groups]
         unsure, group_of, starts, lengths = packed[self.at : self.at + sum(sizes)].split(sizes)
-        return DraftedInputs(unsure, group_of, starts, lengths, tokens, self.num_drafts, self.num_unsure)
+        most = self.num_drafts, self.num_unsure
+        return DraftedInputs(unsure, group_of, starts, lengths, tokens, *most, positions)
 
     @staticmethod
     def num_ints(num_samples: int, num_groups: int) -> int:
@@ -206,6 +207,7 @@ class DraftedInputs(NamedTuple):
     tokens: Tensor  # tokens of the step; the draft after a sample is the next token
     num_drafts: int
     num_unsure: int
+    positions: Tensor | None = None  # [S] of the samples' tokens
 
 
 class _Rows(NamedTuple):

@@ -62,17 +62,23 @@ class RowDraws:
         temperature, top_p, min_p = self._floats[:, rows.long(), None]
         is_random = temperature >= LEAST_TEMPERATURE
         scores = logits.float() / torch.where(is_random, temperature, 1.0)
-        noise = gumbel_noise(draw_keys(self._seeds[rows.long()], positions), self._vocab).clamp(
-            min=LEAST_NOISE
-        )
+        keys = self._keys(draw_keys(self._seeds[rows.long()], positions), rows)
+        noise = gumbel_noise(keys, self._vocab).clamp(min=LEAST_NOISE)
         if target_ids is not None:
             noise = noise.index_select(1, target_ids)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if choice is DrawKind.FILTERED:
             floor = torch.maximum(floor, _cut(scores, floor, self._top_k[rows.long(), None], top_p))
-        return torch.where(scores >= floor, scores + torch.where(is_random, noise, 0.0), -torch.inf).argmax(
-            dim=-1
-        )
+        left = torch.where(scores >= floor, scores, -torch.inf)
+        self._drawn_from(left, target_ids, rows, positions)
+        return (left + torch.where(is_random, noise, 0.0)).argmax(dim=-1)
+
+    def _keys(self, keys: Tensor, rows: Tensor) -> Tensor:
+        """The keys of drafts, by those of the target's draws [2, G]."""
+        return keys
+
+    def _drawn_from(self, scores: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor) -> None:
+        """Drafts are drawn from the softmax of `scores` [G, draft vocab]."""
 
 
 def _cut(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from penstock.engine.execution.grammars import Grammars, Matcher
 from penstock.engine.execution.staging import StagingRing
 from penstock.engine.execution.thoughts import ThoughtMatcher
 from penstock.engine.execution.token_rules import TokenRules
+from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
 
 
@@ -32,6 +33,7 @@ class _Answer:
     """One constrained request, until it ends or is retracted."""
 
     request_id: str
+    row: int
     num_prompt: int
     num_known: int  # generated tokens passed to it; the matcher has them once its jobs are done
     masked_from: int  # generated tokens before the first mask
@@ -40,8 +42,10 @@ class _Answer:
     matcher: Matcher | ThoughtMatcher | None = None
     rules: TokenRules | None = None
     is_made: bool = False  # False when asked for a mask: its grammar could not be compiled again
-    # masks of the step that waits for it, and the generated tokens that it must have by then
-    waiting: tuple[StepMasks, _Asked, int] | None = None
+    # masks of the step that waits for it, and the generated tokens that it must have by then: fewer if drafts
+    # of the step before are rejected
+    waiting: tuple[StepMasks, _WantedMasks, range] | None = None
+    made: Sequence[int] = ()  # drafts that the device made after its last known token
 
     def is_masked(self, chunk: Chunk) -> bool:
         """True if the step that samples `chunk` needs a mask. Not after reasoning that ended without a
@@ -61,12 +65,19 @@ class _Answer:
                 one.consume(tokens)
 
 
-class _Asked(NamedTuple):
+class _WantedMasks(NamedTuple):
     """The masks of one answer in a step."""
 
     answer: _Answer
     row: int  # of the mask of its next token
     drafts: Sequence[int]  # the masks after them are in the rows behind it
+
+    def resolved(self) -> _WantedMasks:
+        """With the drafts that the device made: -2 is the first of them."""
+        made = self.answer.made
+        if min(self.drafts, default=0) < -1 - len(made):
+            raise InvariantBroken(f"no drafts of request {self.answer.request_id} came to the host")
+        return self._replace(drafts=[made[-2 - id] if id < 0 else id for id in self.drafts])
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +134,8 @@ class Masks:
         self.answers.pop(start.request_id, None)
         if (masked_from := start.sampling.masked_from) is None:
             return
-        sampling, num_known = start.sampling, len(start.output)
-        answer = _Answer(start.request_id, start.num_prompt, num_known, masked_from, sampling.rules_out)
+        sampling, known = start.sampling, (start.num_prompt, len(start.output), masked_from)
+        answer = _Answer(start.request_id, start.row, *known, sampling.rules_out)
         self.answers[start.request_id] = self._by_row[start.row] = answer
 
         def make() -> None:
@@ -160,17 +171,18 @@ class Masks:
             [at for at, _, _ in found],
             self._ring.access(Mode.READ),
         )
-        ready: list[_Asked] = []
+        ready: list[_WantedMasks] = []
         row = 0
         while row < len(found):
             _, answer, chunk = found[row]
             num_drafts = chunk.num_logits - 1
-            asked = _Asked(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
+            asked = _WantedMasks(answer, row, chunk.tokens[len(chunk.tokens) - num_drafts :])
             num_wanted = chunk.kv_len - num_drafts - answer.num_prompt
-            if num_wanted == answer.num_known:
-                ready.append(asked)
+            wanted = range(num_wanted - chunk.num_unsure, num_wanted + 1)
+            if answer.num_known in wanted:
+                ready.append(asked.resolved())
             else:  # its last token is being sampled
-                answer.waiting = (masks, asked, num_wanted)
+                answer.waiting = (masks, asked, wanted)
                 masks.missing.update(range(row, row + chunk.num_logits))
             row += chunk.num_logits
         if ready:
@@ -182,21 +194,26 @@ class Masks:
         if self._ring is not None:
             self._ring.used_until(fence)
 
-    def advance(self, news: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Tokens were sampled for these requests. Start to compute the masks that waited for them."""
+    def advance(
+        self, news: Iterable[tuple[str, Sequence[int]]], made: NDArray[np.int32] | None = None
+    ) -> None:
+        """Tokens were sampled for these requests. Start to compute the masks that waited for them. `made`: by
+        row the last token, and the drafts that the device made after it."""
         told = [
             (answer, tokens)
             for request_id, tokens in news
             if tokens and (answer := self.answers.get(request_id))
         ]
-        by_step: dict[StepMasks | None, list[tuple[_Asked, Sequence[int]]]] = {}
+        by_step: dict[StepMasks | None, list[tuple[_WantedMasks, Sequence[int]]]] = {}
         for answer, tokens in told:
             answer.num_known += len(tokens)
-            masks, asked, num_wanted = answer.waiting or (None, _Asked(answer, -1, ()), -1)
-            if num_wanted != answer.num_known:
+            if made is not None:
+                answer.made = made[answer.row, 1:].tolist()
+            masks, asked, wanted = answer.waiting or (None, _WantedMasks(answer, -1, ()), range(0))
+            if answer.num_known not in wanted:
                 masks = None
             else:
-                answer.waiting = None
+                answer.waiting, asked = None, asked.resolved()
             by_step.setdefault(masks, []).append((asked, tokens))
         for masks, some in by_step.items():
             job = self._thread.submit(_advance, some, masks)
@@ -210,13 +227,13 @@ class Masks:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _advance(news: Sequence[tuple[_Asked, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
+def _advance(news: Sequence[tuple[_WantedMasks, Sequence[int]]], masks: StepMasks | None) -> list[GrammarEnd]:
     for asked, tokens in news:
         asked.answer.consume(tokens)
     return [] if masks is None else _fill([asked for asked, _ in news], masks)
 
 
-def _fill(wanted: Sequence[_Asked], masks: StepMasks) -> list[GrammarEnd]:
+def _fill(wanted: Sequence[_WantedMasks], masks: StepMasks) -> list[GrammarEnd]:
     """Fill the masks of the next tokens. If no token is allowed, the request has ended, and its mask allows
     all."""
     rows, filled = masks.rows, set[int]()

@@ -84,7 +84,8 @@ class StepLimits:
 
     @property
     def result_ints(self) -> int:
-        return (self.max_rows + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts + 1
+        drafts = (self.max_batch + 1) * (1 + self.num_ahead) if self.num_ahead else 0
+        return (self.max_rows + self.prefill_chunk) * packed_width(MAX_LOGPROBS) + self.max_parts + 1 + drafts
 
 
 @dataclass(slots=True)

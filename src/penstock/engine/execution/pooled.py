@@ -143,11 +143,12 @@ class ExpertMemory:
 
 
 def _like(stack: Tensor, num: int, device: torch.device) -> Tensor:
-    """Room for so many matrices, laid out as in `stack`."""
+    """Room for so many matrices, laid out as in `stack`. Zeros: steps are captured before an expert has come,
+    and what they compute then must be finite, since it goes to the padding block."""
     if stack[0].is_contiguous():
-        return torch.empty(num, *stack.shape[1:], dtype=stack.dtype, device=device)
+        return torch.zeros(num, *stack.shape[1:], dtype=stack.dtype, device=device)
     _, rows, width = stack.shape
-    return torch.empty(num, width, rows, dtype=stack.dtype, device=device).mT
+    return torch.zeros(num, width, rows, dtype=stack.dtype, device=device).mT
 
 
 @dataclass(slots=True, eq=False)

@@ -48,6 +48,7 @@ class Outputs:
     parts: list[tuple[str, bool, Tensor]] = field(default_factory=list)
     num_used: int = 0
     made: SampleOutput | None = None  # on the device, until drafts have been made from it
+    drafts: Tensor | None = None  # [rows, 1 + most]: last tokens and drafts, where masks need them
 
     def room_for(self, num_rows: int, num_top: int) -> Tensor:
         """Room in the buffer for packed rows with `num_top` alternatives each: [num_rows, width], or
@@ -56,6 +57,11 @@ class Outputs:
         first, self.num_used = self.num_used, self.num_used + num_rows * width
         room = self.buffer[first : self.num_used]
         return room if width == 1 else room.view(num_rows, width)
+
+    def room_for_drafts(self, num_rows: int, width: int) -> Tensor:
+        first, self.num_used = self.num_used, self.num_used + num_rows * width
+        self.drafts = self.buffer[first : self.num_used].view(num_rows, width)
+        return self.drafts
 
     def room_for_parts(self, request_id: str, scoring: Scoring) -> Tensor:
         """Room for the requested scores, followed by the recall."""
@@ -104,6 +110,10 @@ class RunningStep:
             error = failed
         log.error("step %d failed", self.number, exc_info=error)
         return StepResult(self.number, (), error=StepFailure.of(error))
+
+    def drafts(self) -> NDArray[np.int32] | None:
+        """By row: its last token, and drafts made after it. After `wait_result`; None: no masks need them."""
+        return None if self.outputs.drafts is None else self.outputs.drafts.numpy().copy()
 
     def wait_error(self) -> BaseException | None:
         """Block until the step is over; returns the error of a failed op, or None. Raises if the device

@@ -57,6 +57,8 @@ class SamplePlan:
     biases: bool = False  # any row has some; then `penalties` is set too
     random: bool = False  # any row is sampled
     ends: bool = False  # a row may be too short to end; then state of rows is needed
+    # by row: its drafts may be verified by rejection sampling; None: no row's
+    free: NDArray[np.bool_] | None = None
 
     @property
     def kind(self) -> SampleKind | None:
@@ -71,8 +73,12 @@ class SamplePlan:
 class Rows:
     """Parameters of the request in each row. `eos_ids`: tokens that end an answer unless it ignores them."""
 
-    def __init__(self, max_batch: int, eos_ids: frozenset[int] = frozenset(), vocab: int = 0) -> None:
-        self._eos_ids, self._vocab = eos_ids, vocab
+    def __init__(
+        self, max_batch: int, eos_ids: frozenset[int] = frozenset(), vocab: int = 0, rejects: bool = False
+    ) -> None:
+        """`rejects`: drafts are verified by rejection sampling where a request gives no seed."""
+        self._eos_ids, self._vocab, self._rejects = eos_ids, vocab, rejects
+        self._free = np.zeros(max_batch + 1, bool)
         self._floats = np.zeros((NUM_FLOATS, max_batch + 1), np.float32)
         self._floats[5] = 1.0
         self._top_k = np.zeros(max_batch + 1, np.int32)
@@ -90,6 +96,7 @@ class Rows:
             start.num_prompt + sampling.min_tokens - 1 if ends_of(sampling, self._eos_ids, self._vocab) else 0
         )
         self._top_k[row] = max(sampling.top_k, 0)
+        self._free[row] = self._rejects and sampling.is_free and not sampling.greedy
         self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._flags[:, row] = (
@@ -100,11 +107,13 @@ class Rows:
         )
 
     def draw_words(self) -> NDArray[np.int32]:
-        """[6, rows]: bits of temperature, top-p and min-p; top-k; the two words of the seed."""
+        """[7, rows]: bits of temperature, top-p and min-p; top-k; the two words of the seed; 1 if its draws
+        are free."""
         floats = self._floats[[_FLOATS.index(name) for name in ("temperature", "top_p", "min_p")]].view(
             np.int32
         )
-        return np.concatenate([floats, self._top_k[None], self._seeds.view(np.int32).reshape(-1, 2).T])
+        seeds, free = self._seeds.view(np.int32).reshape(-1, 2).T, self._free[None].astype(np.int32)
+        return np.concatenate([floats, self._top_k[None], seeds, free])
 
     def sample_plan(
         self, rows: NDArray[np.int32], positions: NDArray[np.int32], num_unsure: int = 0
@@ -128,9 +137,9 @@ class Rows:
             for shift in range(num_unsure + 1):
                 at = NUM_FLOATS + 1 + 2 * shift
                 params[at : at + 2] = draw_keys(seeds, positions - shift)
-        return SamplePlan(
-            rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases, random, ends
-        )
+        free = self._free[rows] if self._rejects else None
+        num_logprobs = self._num_logprobs[rows].tolist()
+        return SamplePlan(rows, greedy, penalties, filters, num_logprobs, params, biases, random, ends, free)
 
 
 def needs_state(sampling: SamplingParams) -> bool:
@@ -212,6 +221,14 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     x = _mix32(_mix32(index[None, :] ^ words[0][:, None]) ^ words[1][:, None])
     uniform = (x.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform))
+
+
+def uniform_of(keys: Tensor) -> Tensor:
+    """float32 [S] in (0, 1], independent of the noise of `keys` [2, S]: that of a token that does not
+    exist."""
+    words = keys.to(torch.int64) & _MASK32
+    x = _mix32(_mix32(words[0] ^ _MASK32) ^ words[1])
+    return (x.to(torch.float32) + 0.5) * 2.0**-32
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -390,6 +407,16 @@ class Sampler:
         params: Tensor,
         drafting: DraftedInputs | None = None,
     ) -> Tensor:
+        return self._scored(logits, rows, plan, params, drafting).choice()
+
+    def _scored(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        plan: SamplePlan,
+        params: Tensor,
+        drafting: DraftedInputs | None,
+    ) -> Scored:
         floats = params[:NUM_FLOATS].view(torch.float32)
         temperature, top_p, min_p, *penalties, biased, lacking = (f[:, None] for f in floats)
         if plan.ends:
@@ -406,9 +433,8 @@ class Sampler:
         noise = gumbel_noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=LEAST_NOISE)
         noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
-        if not plan.filters:
-            return torch.where(scores >= floor, scores + noise, -torch.inf).argmax(dim=-1)
-        return _filtered(scores, noise, floor, params[NUM_FLOATS][:, None], top_p)
+        cuts = (params[NUM_FLOATS][:, None], top_p) if plan.filters else None
+        return Scored(scores, noise, floor, cuts)
 
     def _counted(self, rows: Tensor, drafting: DraftedInputs | None) -> Tensor:
         """int32 [S, vocab]: generated tokens before each row. Drafts before a row count as emitted."""
@@ -450,16 +476,40 @@ class Sampler:
         return logits - frequency * counts - presence * (counts > 0)
 
 
-def _filtered(scores: Tensor, noise: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The choice among tokens that top-k, top-p and `floor` leave."""
-    ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
-    place = torch.arange(scores.shape[-1], device=scores.device)[None, :]
-    keep = (place < torch.where(top_k > 0, top_k, scores.shape[-1])) & (ranked >= floor)
-    shares = torch.where(keep, ranked, -torch.inf).softmax(dim=-1)
-    keep &= shares.cumsum(dim=-1) - shares < top_p
-    keep[:, 0] = True  # rounding never empties the choice
-    best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
-    return ids.gather(1, best)[:, 0]
+class Scored(NamedTuple):
+    """What one token of each row is chosen by, [S, vocab] each."""
+
+    scores: Tensor
+    noise: Tensor
+    floor: Tensor  # [S, 1]: the least score that min-p leaves
+    cuts: tuple[Tensor, Tensor] | None  # [S, 1]: top-k and top-p; None: no row has any
+
+    def choice(self) -> Tensor:
+        scores, noise, floor, cuts = self
+        if cuts is None:
+            return torch.where(scores >= floor, scores + noise, -torch.inf).argmax(dim=-1)
+        ranked, ids, keep = self._ranked(*cuts)
+        best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
+        return ids.gather(1, best)[:, 0]
+
+    def probabilities(self) -> Tensor:
+        """Of what `choice` draws from."""
+        if self.cuts is None:
+            return torch.where(self.scores >= self.floor, self.scores, -torch.inf).softmax(dim=-1)
+        ranked, ids, keep = self._ranked(*self.cuts)
+        shares = torch.where(keep, ranked, -torch.inf).softmax(dim=-1)
+        return torch.zeros_like(shares).scatter_(1, ids, shares)
+
+    def _ranked(self, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores in falling order, their tokens, and which of them top-k, top-p and `floor` leave."""
+        scores = self.scores
+        ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
+        place = torch.arange(scores.shape[-1], device=scores.device)[None, :]
+        keep = (place < torch.where(top_k > 0, top_k, scores.shape[-1])) & (ranked >= self.floor)
+        shares = torch.where(keep, ranked, -torch.inf).softmax(dim=-1)
+        keep &= shares.cumsum(dim=-1) - shares < top_p
+        keep[:, 0] = True  # rounding never empties the choice
+        return ranked, ids, keep
 
 
 def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top: int) -> None:

@@ -103,7 +103,10 @@ class SamplePass(Pass):
         plan, outputs, inputs = step.sampling, step.outputs, step.flow.bound_inputs()
         assert step.flow.logits is not None and outputs.sampled is not None
         drafted = step.packed.drafted
-        drafting = None if drafted is None else drafted.views(step.ints, inputs.tokens)
+        drafting = None
+        if drafted is not None:
+            positions = inputs.positions[inputs.sample_at] if plan.free is not None else None
+            drafting = drafted.views(step.ints, inputs.tokens, positions)
         given = plan, _params(step), self._allowed(step), drafting
         output = self.sampler.sample(step.flow.logits, inputs.sample_rows, *given)
         move(outputs.sampled, output.packed())
@@ -165,8 +168,10 @@ def _forbid_nothing(logits: Tensor) -> None:
 
 def _is_captured(bucket: Shape, kind: SampleKind) -> bool:
     """Steps with prompts take longer than launches do, and so does sorting many rows, which needs much memory
-    besides."""
-    return bucket.is_decode and (kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED)
+    besides. Which drafts are kept is found out op by op."""
+    if not bucket.is_decode or bucket.has_drafts:
+        return False
+    return kind is not SampleKind.FILTERED or bucket.num_samples <= MOST_SORTED
 
 
 def _params(step: Step) -> Tensor | None:

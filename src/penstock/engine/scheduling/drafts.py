@@ -25,7 +25,7 @@ class Drafter:
     @property
     def needs_results(self) -> bool:
         """True if it cannot propose for a request whose drafts are still being verified: the engine reads
-        that step first. Then the host knows its drafts, and a grammar can be asked about each of them."""
+        that step first."""
         return False
 
     @property
@@ -88,9 +88,7 @@ class Drafting:
         if running.num_planned < running.num_cached:
             return 0
         most = sampling.max_tokens - (life.num_expected - life.num_prompt) - 1
-        if sampling.thought is not None or not self.drafter.needs_results:
-            most = min(most, running.num_unmasked)
-        most = min(most, life.placement.most_drafts(running))
+        most = min(most, running.num_undisturbed, life.placement.most_drafts(running))
         if life.placement.fixed_blocks is not None:
             return most  # it makes room for them, if it can, when the step is planned
         num_blocks = running.table.num_slots
@@ -104,7 +102,7 @@ class Drafting:
         life, table, size = running.life, running.table, self._block_tokens
         end = running.num_planned + num_tokens
         capacity = (table.num_slots + life.placement.may_draw(running)) * size
-        most = min(num_ahead, life.lifetime_tokens - end, capacity - end, running.num_unmasked)
+        most = min(num_ahead, life.lifetime_tokens - end, capacity - end, running.num_undisturbed)
         if most <= 0 or end < life.num_expected or not life.placement.most_drafts(running):
             return 0
         wanted = blocks_for(end + most, size) - table.num_slots

@@ -226,11 +226,11 @@ class RunningRequest:
         return num_expected - self.num_planned if num_expected < self._most else 0
 
     @property
-    def num_unmasked(self) -> int:
-        """Drafts that may be verified next without a grammar mask. The step after them is planned before
-        their result is known, so it must need no mask either."""
+    def num_undisturbed(self) -> int:
+        """Drafts that may be verified next before its reasoning may be forced to end. The step after them is
+        planned before their result is known, so it must be before that, too."""
         masked_from = self.request.sampling.masked_from
-        if masked_from is None:
+        if masked_from is None or self.request.sampling.thought is None:
             return sys.maxsize
         return masked_from - (self.life.num_expected - self.life.num_prompt) - 2
 

@@ -23,7 +23,7 @@
 
 const SOURCES = ["device", "host", "ssd", "remote", "computed"];
 /** @type {Record<string, string>} */
-const PLACES = { device: "device memory", host: "host memory", ssd: "disk", remote: "shared store", states: "kept states" };
+const PLACES = { device: "device memory", host: "host memory", ssd: "disk", remote: "shared store", states: "kept states", "ssd states": "states on disk", "remote states": "states in the store" };
 const UNKNOWN = "–";
 const MOST_ROWS = 200; // as the server
 const MOST_SAID = 60; // messages in the chat

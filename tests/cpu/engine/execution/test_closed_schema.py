@@ -48,7 +48,8 @@ def as_given(grammars: Grammars, schema: Any) -> Matcher:
     source = llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(schema), overrides={"whitespace_pattern": module._BLANKS}
     )
-    return Matcher(llguidance.LLMatcher(grammars._vocabulary._seen_by(llguidance), source, log_level=0), 258)
+    made = llguidance.LLMatcher(grammars._vocabulary._seen_by(llguidance), source, log_level=0)
+    return Matcher(made, 258, np.zeros(grammars.num_words, np.int32))
 
 
 def takes(matcher: Matcher, value: Any) -> bool:

@@ -24,7 +24,7 @@ class Partial(NamedTuple):
 class Attention(Protocol):
     """One backend over one arena. Built as `Backend(arena, config, rope, blank_from)`, where `arena` is the
     block-major tensor [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] whose last slot is the
-    padding block, `config` the ModelConfig and `rope` the model's [max_position, head_dim] table. From layer
+    padding block, `config` the ModelConfig and `rope` the model's rotary tables (`rope_table`). From layer
     `blank_from` on, keys that are all zeros are masked: tokens that the draft model skipped. None: in no
     layer."""
 
@@ -66,6 +66,7 @@ class Geometry:
     scale: float
     norm_eps: float
     windows: tuple[int, ...]  # by layer: tokens that a token sees, itself included; 0: all before it
+    ropes: tuple[int, ...]  # by layer: the number of its rotary table
     blank_from: int  # first layer in which keys of zeros are masked
 
     @classmethod
@@ -88,10 +89,8 @@ class Geometry:
                 f"{config.num_heads} heads over {config.num_kv_heads} KV heads of {config.head_dim} cannot "
                 "be grouped or rotated"
             )
-        if tuple(rope.shape) != (config.max_position, config.head_dim):
-            raise InvariantBroken(
-                f"rope table {tuple(rope.shape)} is not [{config.max_position}, {config.head_dim}]"
-            )
+        if tuple(rope.shape) != config.rope_shape:
+            raise InvariantBroken(f"rope table {tuple(rope.shape)} is not {list(config.rope_shape)}")
         windows = config.windows or (0,) * config.num_layers
         if len(windows) != config.num_layers or min(windows) < 0:
             raise InvariantBroken(f"windows {windows} of {config.num_layers} layers")
@@ -104,8 +103,14 @@ class Geometry:
             scale=config.scale,
             norm_eps=config.norm_eps,
             windows=windows,
+            ropes=config.ropes,
             blank_from=config.num_layers if blank_from is None else blank_from,
         )
+
+    def rope_tables(self, rope: Tensor) -> list[Tensor]:
+        """By layer: its table [max_position, head_dim]."""
+        tables = rope.view(max(self.ropes, default=0) + 1, -1, self.head_dim)
+        return [tables[number] for number in self.ropes]
 
     @property
     def group(self) -> int:

@@ -135,7 +135,7 @@ class PreparedStep:
     """What all layers of a step share."""
 
     inputs: StepInputs
-    tokens: _Tokens
+    tokens: Sequence[_Tokens]  # by layer
     plans: Sequence[_Plan]  # by layer
 
 
@@ -145,7 +145,7 @@ class Preparation:
     def __init__(self, arena: Tensor, sizes: Geometry, rope: Tensor) -> None:
         self._arena = arena
         self._sizes = sizes
-        self._rope = rope.float()
+        self._ropes = rope.float().view(max(sizes.ropes) + 1, -1, sizes.head_dim)
         self._dtype = arena.dtype
         self._token_width = sizes.num_kv_heads * sizes.head_dim
         self._rows_per_slot = arena.stride(0) // self._token_width
@@ -179,12 +179,16 @@ class Preparation:
         short += [self._short([band], window) for band in bands]
         return _Plan(lone, short, long, _only(num_tokens, lone, short))
 
-    def _tokens(self, inputs: StepInputs) -> _Tokens:
-        size = self._sizes.block_tokens
-        cos, sin = self._rope[inputs.positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    def _tokens(self, inputs: StepInputs) -> list[_Tokens]:
+        """By layer."""
+        size, positions = self._sizes.block_tokens, inputs.positions.long()
         at = inputs.write_at.long()
         key_rows = at // size * self._rows_per_slot + at % size
-        return _Tokens(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
+        made = []
+        for rope in self._ropes:
+            cos, sin = rope[positions].unsqueeze(1).chunk(2, dim=-1)
+            made.append(_Tokens(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size))
+        return [made[number] for number in self._sizes.ropes]
 
     def spans(self, inputs: StepInputs) -> Iterator[ChunkSpan]:
         q_starts, kv_lens = inputs.q_starts.tolist(), inputs.kv_lens.tolist()
@@ -337,7 +341,7 @@ class CpuAttention:
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes, tokens = self._sizes, self._prepared(layer, inputs).tokens
+        sizes, tokens = self._sizes, self._prepared(layer, inputs).tokens[layer]
         heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
         # Not `split`: its Python wrapper takes longer than the operation.
         rotated, v = heads.split_with_sizes((sizes.num_heads + sizes.num_kv_heads, sizes.num_kv_heads), dim=1)

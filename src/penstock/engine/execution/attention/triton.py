@@ -232,7 +232,7 @@ class TritonAttention:
         self.arena = arena
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
-        self._rope = rope
+        self._ropes = self._sizes.rope_tables(rope)
         self._prefill, self._fused, tuning, self._fused_sizes = choices
         is_wide = config.head_dim > WIDE_HEAD
         self._tuning = tuning or (WIDE_TUNING if is_wide else TUNING)[arena.element_size()]
@@ -272,7 +272,7 @@ class TritonAttention:
             self._values[layer],
             qkv if q_norm is None else q_norm,
             qkv if k_norm is None else k_norm,
-            self._rope,
+            self._ropes[layer],
             inputs.positions,
             inputs.write_at,
             num_tokens,

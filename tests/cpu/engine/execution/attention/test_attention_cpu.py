@@ -23,6 +23,7 @@ from penstock.engine.execution.attention.cpu import (
     CpuAttention,
 )
 from penstock.errors import InvariantBroken
+from penstock.models.model import OtherRope
 from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step
 from tests.support.reference_attention import ReferenceAttention
 
@@ -65,6 +66,18 @@ def assert_agrees(
 
 def windowed(*windows: int) -> Any:
     return replace(ragged_config(num_layers=len(windows)), windows=windows)
+
+
+@pytest.mark.parametrize("theta", [700.0, 0.0])
+def test_layers_of_another_table_turn_by_theirs(theta: float) -> None:
+    plain = replace(ragged_config(num_layers=3), windows=(0, 20, 0))
+    step = ragged_step(replace(plain, other_rope=OtherRope((1,), theta)), SPANS)
+    assert_agrees(step)
+    found = outputs(CpuAttention(step.arena, step.config, step.rope), step)
+    same = ragged_step(plain, SPANS)
+    before = outputs(CpuAttention(same.arena, same.config, same.rope), same)
+    changed = [not torch.equal(one, other) for one, other in zip(found[:12:4], before[:12:4], strict=True)]
+    assert changed == [False, True, False]
 
 
 def in_slot_order(step: RaggedStep) -> RaggedStep:

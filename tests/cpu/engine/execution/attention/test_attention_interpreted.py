@@ -21,10 +21,19 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("name", "least"),  # tests that have to pass, so that none is skipped unseen
-    [("attention", 30), ("layers", 20), ("sampling", 14), ("drafts", 13), ("states", 1), ("delta", 15)],
+    # tests that have to pass, so that none is skipped unseen; and which are run
+    ("name", "least", "only"),
+    [
+        ("attention", 30, ""),
+        ("layers", 20, ""),
+        ("sampling", 14, ""),
+        ("drafts", 13, ""),
+        ("states", 1, ""),
+        ("delta", 15, ""),
+        ("experts", 12, "groups"),
+    ],
 )
-def test_the_kernels_agree_with_the_reference_when_interpreted(name: str, least: int) -> None:
+def test_the_kernels_agree_with_the_reference_when_interpreted(name: str, least: int, only: str) -> None:
     """The folder's conftest is left out: it skips everything where there is no GPU."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     command = [
@@ -37,6 +46,8 @@ def test_the_kernels_agree_with_the_reference_when_interpreted(name: str, least:
         "no:cacheprovider",
         "-p",
         "no:xdist",
+        "-k",
+        only,
         str(ROOT / "tests" / "gpu" / f"test_{name}_kernels.py"),
     ]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
