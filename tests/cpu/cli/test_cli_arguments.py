@@ -149,7 +149,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
     found = parsers(cli.make_parser())
-    assert len(found) == 23
+    assert len(found) == 24
     for parser in found:
         for action in parser._actions:
             flag = "/".join(action.option_strings) or action.dest
