@@ -545,6 +545,30 @@ class TraceConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class RanksConfig(Settings):
+    """One model over several processes, each with a part of it."""
+
+    tensor_parallel: int | None = setting(
+        None,
+        "divide the model among N processes, on CUDA one for each GPU (unset: 1)",
+        rule="between 1 and 64",
+        metavar="N",
+    )
+    # also how long a collective may take, such as the sum behind a layer of the longest prompt
+    timeout_s: float = setting(
+        30.0,
+        "seconds after which a process that says nothing ends the engine",
+        name="rank_timeout_s",
+        rule="between 1 and 3600",
+        needs="tensor_parallel",
+    )
+
+    @property
+    def size(self) -> int:
+        return self.tensor_parallel or 1
+
+
+@dataclass(frozen=True, slots=True)
 class LoraConfig(Settings):
     """Adapters in PEFT's format."""
 
@@ -726,6 +750,7 @@ class Config:
     speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig = TraceConfig()
     experts: ExpertsConfig = ExpertsConfig()
+    ranks: RanksConfig = RanksConfig()
 
     def shown(self) -> dict[str, Any]:
         """All fields, for reports. A store's URL is reduced to its scheme and host."""

@@ -104,6 +104,10 @@ class StepFailed(PenstockError):
     """A forward pass raised on the compute lane; its requests end with this error."""
 
 
+class RankLost(PenstockError):
+    """A rank of this engine has ended, failed or does not answer; the others cannot go on without it."""
+
+
 class TransferFailed(PenstockError):
     """A copy between tiers did not arrive; the request computes instead."""
 

@@ -23,6 +23,7 @@ from penstock.config import (
     LoraConfig,
     ModelSource,
     OffloadConfig,
+    RanksConfig,
     SanitizeConfig,
     ServerConfig,
     Setting,
@@ -45,6 +46,7 @@ TITLES = {
     ExpertsConfig: "experts",
     SanitizeConfig: "safety",
     TraceConfig: "trace",
+    RanksConfig: "several processes",
     LoraConfig: "adapters",
     ServerConfig: "server",
 }
@@ -321,7 +323,8 @@ VLLM = {
     "tokenizer hf-config-path": "none: tokenizer and config are read from the model's own files",
     "chat-template": "none: the template of the model is used",
     "trust-remote-code": "none: no code of a model is executed",
-    "tensor-parallel-size tp pipeline-parallel-size pp data-parallel-size dp": "none: one device",
+    "tensor-parallel-size tp": "`--tensor-parallel`",
+    "pipeline-parallel-size pp data-parallel-size dp": "none: several servers behind a router",
     "quantization q": "none: GGUF files are read as they are; `--weights` chooses the form on a CPU",
     "kv-cache-dtype": "none: KV has the type of `--dtype`",
 }

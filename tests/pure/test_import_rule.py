@@ -43,12 +43,14 @@ LAYERS = (
         "penstock.sanitizer",
         "penstock.trace",
     ),
+    ("penstock.ranks",),
     (
         " + ".join(
             f"penstock.engine.{name}"
             for name in (
                 "engine",
                 "build",
+                "follower",
                 "adapters",
                 "inbox",
                 "outbox",

@@ -26,7 +26,7 @@ from penstock.config import GIB, Config, OffloadConfig
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
 from penstock.kv.blocks.key import Scope
-from penstock.kv.build import KvGroup, open_cache
+from penstock.kv.build import Device, KvGroup, open_cache
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.store import Outcome, checksum
 from penstock.kv.transfer import Group, Transfer
@@ -133,7 +133,7 @@ class TransferRig:
             load_always=True,
             load_deadline_s=_WAIT_S,
         )
-        opened = open_cache(Config(offload=offload), KvGroup(layout), scope, device, room)
+        opened = open_cache(Config(offload=offload), KvGroup(layout), scope, Device(device, room))
         self.cache, self.device = opened.cache, opened.arena
         self.host: Any = opened.host_arena
         self.tier: Any = next(iter(self.cache.cold_tiers.values()), None)

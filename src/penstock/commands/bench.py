@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from penstock.answer import load_engine
 from penstock.bench.agents import AgentsBench
 from penstock.bench.agents_replay import ServerAddress
+from penstock.bench.collectives import CollectivesBench
 from penstock.bench.decode import DecodeBench, RestoreBench
 from penstock.bench.deep import DeepBench
 from penstock.bench.drafts import DraftsBench
@@ -38,6 +40,7 @@ from penstock.engine.loop import settle_process
 from penstock.errors import ConfigError, PenstockError
 from penstock.flags import SETTINGS, config_of, engine_flags
 from penstock.progress import ProgressBar, plain_console
+from penstock.ranks.launched import launched_for
 
 # they warn about every failure in a tier, and a soak causes failures on purpose
 DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")
@@ -49,6 +52,8 @@ def run(args: Namespace, config: Config) -> int:
         require_matplotlib()
     if args.kind == "soak":
         return _soak(args)
+    if launched_for(config, os.environ) is not None:
+        raise ConfigError("bench starts the ranks itself, for each of its engines: run it without torchrun")
     report = KINDS[args.kind](args, config)
     results = report.results
     for skipped in results.skipped:
@@ -196,6 +201,13 @@ def _transfer(args: Namespace, config: Config) -> BenchReport:
     return BenchReport(bench, dimensions_of(config.source.model)[0], config, results)
 
 
+def _collectives(args: Namespace, config: Config) -> BenchReport:
+    bench = CollectivesBench(args.kib, args.repeat)
+    with ProgressBar() as bar:
+        results = bench.measure(config, bar)
+    return BenchReport(bench, f"{config.ranks.size} ranks", config, results)
+
+
 def _restore(args: Namespace, config: Config) -> BenchReport:
     if not config.offload.enabled or not 0 < args.gib < 1024:
         raise ConfigError(
@@ -238,6 +250,7 @@ KINDS: dict[str, Callable[[Namespace, Config], BenchReport]] = {
     "turns": _turns,
     "agents": _agents,
     "transfer": _transfer,
+    "collectives": _collectives,
     "restore": _restore,
     "deep": _deep,
 }

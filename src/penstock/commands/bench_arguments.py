@@ -133,6 +133,10 @@ def _add_transfer(parser: Any, group: Any) -> None:
     add_flags(tiers, "kv_offload_ssd_dir", "kv_offload_remote", "kv_offload_remote_timeout_s")
 
 
+def _add_collectives(parser: Any, group: Any) -> None:
+    add_flags(group, "device", "tensor_parallel")
+
+
 def _add_trace(parser: Any, group: Any) -> None:
     text = "a .jsonl or .jsonl.gz file: one request, or one conversation, per line"
     parser.add_argument("trace", type=Path, metavar="TRACE", help=text)
@@ -351,6 +355,16 @@ KINDS = {
             ("--tokens", "tokens that each answer has", 8, positive),
         ),
         "measurement",
+    ),
+    "collectives": BenchKind(
+        "sums over ranks",
+        "Time of one sum over the processes of --tensor-parallel, by size. Each layer of a divided model "
+        "needs two of them per step. Needs no model.",
+        (("--kib", "sizes in KiB", "4,64,1024,16384", counts),),
+        "size",
+        repeat=50,
+        engine=False,
+        add_more=_add_collectives,
     ),
     "soak": BenchKind(
         "minutes of trouble, and a verdict",

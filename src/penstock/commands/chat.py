@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
 import threading
@@ -20,15 +21,20 @@ from penstock.answer import Answer, given_adapter, running_engine
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.engine.engine import Engine
+from penstock.engine.follower import follow_launcher
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.models.tokenizer import TextCodec
 from penstock.progress import plain_console
+from penstock.ranks.launched import is_follower
 
 # a quarter of the context is kept free for the answer, where that many tokens are wanted at all
 ANSWER_SHARE = 4
 
 
 def run(args: Namespace, config: Config) -> int:
+    if is_follower(config, os.environ):
+        follow_launcher(config)
+        return 0
     if "prompt" in args:
         return _generate(args, config)
     with running_engine(config) as engine:

@@ -30,6 +30,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.figures import STATES
 from penstock.models.hub import fetched, hub_name
 from penstock.observe import Observers
+from penstock.ranks.launched import is_follower
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -63,6 +64,11 @@ def run(args: Namespace, config: Config) -> int:
         if args.model is not None:
             raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
         config = replace(config, source=replace(config.source, model=args.served_model))
+    if is_follower(config, os.environ):
+        from penstock.engine.follower import follow_launcher
+
+        follow_launcher(config)
+        return 0
     return serve(config, ServerConfig.of(vars(args)))
 
 
@@ -185,6 +191,7 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> d
         "dtype": layout.dtype,
         "weights": engine.parts.weights,
         **threads,
+        **({} if engine.parts.ranks.size == 1 else {"ranks": engine.parts.ranks.size}),
         "kv": ", ".join(sizes),
         "block_tokens": layout.block_tokens,
         "max_model_len": engine.max_model_len,

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,7 +74,7 @@ from penstock.experts.order import ORDERS
 from penstock.experts.routing import RoutingWriter
 from penstock.experts.slots import ExpertSlots
 from penstock.kv.blocks.key import Scope
-from penstock.kv.build import KvGroup, Opened, open_cache
+from penstock.kv.build import Device, KvGroup, Opened, open_cache
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import (
     BlockLayout,
@@ -93,10 +93,14 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, ModelFacts, inspect_model, load_model
 from penstock.models.lora import AdapterWeights
-from penstock.models.model import LayerOps, ModelConfig, Recurrence
+from penstock.models.model import LayerOps, ModelConfig, Recurrence, Split
 from penstock.models.progress import Progress, silent
 from penstock.models.registry import architecture_of
+from penstock.models.split import part_of
 from penstock.observe import Observers, all_of
+from penstock.ranks.followed import Followed
+from penstock.ranks.launched import check_supported
+from penstock.ranks.start import Alone, Ranks, open_ranks
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
@@ -183,6 +187,7 @@ class _Setup:
     launcher: Lane | None = None  # of lanes whose work waits for what the device computes
     pool: ExpertPool | None = None
     routing: RoutingWriter | None = None
+    ranks: Ranks = field(default_factory=Alone)
 
     def lane(self, name: str) -> Lane:
         return self._kept(make_lane(name, self.device, all_of(self.observers.lanes)))
@@ -243,12 +248,25 @@ class _Sizes(NamedTuple):
 def _build(setup: _Setup) -> Engine:
     with setup.undo:
         trace = _trace(setup)
+        _join(setup)
         models = _models(setup)
         if trace is not None:
             setup.observers += observers_of(trace, models.group.layout.block_bytes)
         engine = _assemble(setup, models, trace)
         setup.undo.pop_all()
     return engine
+
+
+def _join(setup: _Setup) -> None:
+    """Start the other ranks, or meet them: they load the model at the same time."""
+    num_devices = cuda.num_devices() if setup.device.type == "cuda" else 0
+    setup.ranks = open_ranks(setup.config, num_devices, setup.progress)
+    setup.undo.callback(_close, setup.ranks.close)
+    if 0 < num_devices < setup.ranks.size:  # gloo moves tensors by the host, which no capture can hold
+        log.warning(
+            "%d GPUs for %d ranks: they share them, and steps are not captured", num_devices, setup.ranks.size
+        )
+        setup.config = replace(setup.config, engine=replace(setup.config.engine, capture=False))
 
 
 def _trace(setup: _Setup) -> TraceFile | None:
@@ -278,6 +296,7 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
         warm.capture_all(executor, setup.progress)
+    setup.ranks.wait_built()
     speculation = _speculation(setup, sizes.limits, executor)
     estimates = Estimates(cache.prefill, _lengths(config), lambda: scoring.tau)
     scheduler = Scheduler(cache, budget, dims.eos_ids, speculation, estimates)
@@ -307,6 +326,7 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
             sanitizer=setup.sanitizer,
             speculation=speculation,
             threads=setup.threads,
+            ranks=setup.ranks,
         )
     )
 
@@ -332,6 +352,7 @@ def _models(setup: _Setup) -> _Models:
         layout, _windows(loaded.model.config, own_dims), _state_layout(config, loaded.model.config)
     )
     num_blocks = _num_blocks(config, layout, loaded.model)
+    num_blocks = setup.ranks.num_blocks(loaded.model.digest, num_blocks, setup.progress)
     model = with_choices(loaded.model, experts is not None, config.experts.guesses, routing)
     models = _Models(replace(loaded, model=model), proposer, group, num_blocks, experts, routing)
     # raises before memory is allocated
@@ -413,8 +434,11 @@ def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
 
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
-    scope = _scope(models.target, models.group.layout, digest)
-    storage = open_cache(setup.config, models.group, scope, setup.device, models.num_blocks, setup.observers)
+    stored = layout_for(setup.config, models.loaded.dims, setup.device, models.own_dims)
+    scope = _scope(models.target, stored, digest)
+    moves = setup.ranks.moves(models.loaded.dims, stored)
+    at = Device(setup.device, models.num_blocks, moves)
+    storage = open_cache(setup.config, models.group, scope, at, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
     return storage
 
@@ -438,6 +462,8 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     residency = ResidencyChoice.of(
         budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
     )
+    if setup.ranks.size > 1:
+        residency = replace(residency, division=None, refusal="the model is on several ranks")
     if dims.recurrence is not None:
         residency = replace(residency, division=None, refusal="the model has recurrent layers")
     division = residency.division
@@ -448,6 +474,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         block_tokens=block_tokens,
         padding_slot=storage.arena.padding_slot,
         arena=storage.arena.name,
+        max_tokens=max_model_len,
         max_paged=cache.num_pageable if may_be_paged else 0,
         max_parts=0 if division is None else blocks_for(max_model_len, division.part_tokens),
         max_drafts=_most_step_drafts(config),
@@ -485,8 +512,9 @@ def _executor(
     parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
     pool = _expert_pool(setup, models, lane)
     forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
-    replays = _replays(setup, limits, forward, sampler, lane)
-    paged = _paged(setup, storage, sizes, forward, lane, uploads)
+    replays = _replays(setup, limits, forward, sampler.pending, lane)
+    num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
+    paged = _paged(setup, limits, storage.host_arena, forward, (lane, uploads, num_kept))
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
     state_pass = None if states.slots is None else StatePass(states.slots, states.kept)
     passes: list[Pass | None] = [
@@ -497,11 +525,76 @@ def _executor(
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
+        setup.ranks.steps(limits, storage.host_arena, (sampler.pending, sampler.rejected)),
         None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
         None if drafts is None else DraftPass(drafts, rows, replays, masks),
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
+
+
+class FollowerParts(NamedTuple):
+    """What a rank other than 0 runs on: no books, and nothing that chooses tokens."""
+
+    executor: Executor
+    lanes: Sequence[Lane]  # the first computes
+    arena: DeviceArena
+    host_arena: HostArena | None
+    observers: Observers
+
+
+def build_follower(config: Config, ranks: Followed) -> FollowerParts:
+    """Its sizes are those of rank 0."""
+    sanitizer = _sanitizer(replace(config, sanitize=replace(config.sanitize, json_file=None)))
+    observers = _UNOBSERVED if sanitizer is None else sanitizer.observers
+    setup = _Setup(config, device_for(config), silent, sanitizer, observers, ranks=ranks)
+    if setup.device.type == "cpu":
+        setup.threads = threads_by_load()
+        setup.threads.wait_first_look()
+    loaded = _load(setup, config.source)
+    layout = layout_for(config, loaded.model.config, setup.device)
+    num_blocks = _num_blocks(config, layout, loaded.model)
+    num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
+    arena, host_arena = DeviceArena(layout, num_blocks, setup.device), None
+    if ranks.num_host_blocks:
+        host_arena = HostArena(layout, ranks.num_host_blocks, setup.device, file=ranks.host_file)
+        host_arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
+    lane = setup.lane("compute")
+    executor = _follower_executor(setup, ranks, loaded, (arena, host_arena), lane)
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)
+        warm.capture_all(executor, silent)
+    return FollowerParts(executor, setup.lanes, arena, host_arena, observers)
+
+
+def _follower_executor(
+    setup: _Setup,
+    ranks: Followed,
+    loaded: LoadedModel,
+    arenas: tuple[DeviceArena, HostArena | None],
+    lane: Lane,
+) -> Executor:
+    """The passes that have collectives."""
+    arena, host_arena = arenas
+    limits, target, uploads = ranks.limits, loaded.model, Uploads(setup.device, lane)
+    assert limits is not None
+    pending = torch.zeros(
+        (limits.max_batch + 1, 1 + limits.num_ahead), dtype=torch.int32, device=setup.device
+    )
+    rejected = torch.zeros(limits.max_batch + 1, dtype=torch.int32, device=setup.device)
+    attention = _attention(*_target_part(arena, target, None), target.rope, target.config.num_kv_layers)
+    begin = (lambda: None) if setup.threads is None else setup.threads.look
+    forward = Forward(target, attention, pending, begin)
+    replays = _replays(setup, limits, forward, pending, lane)
+    paged = _paged(setup, limits, host_arena, forward, (lane, uploads, 0))
+    target_pass = TargetPass(forward, replays, rejected, paged)
+    tokens = ranks.steps(limits, None, (pending, rejected))
+    passes = (target_pass, *(() if paged is None else (paged,)), PromptLogprobsPass(target, uploads), tokens)
+    masks = Masks(
+        Grammars(loaded.tokenizer, target.config.vocab, sorted(target.config.eos_ids)), limits.max_batch, lane
+    )
+    blank = functools.cache(lambda: blank_weights(target.config, target.dtype, target.device))
+    return Executor(lane, limits, passes, target_pass, masks, lambda adapter: blank())
 
 
 def _sampling(
@@ -522,13 +615,13 @@ def _sampling(
     return free, RejectionSampler(*given, draws=free if most else None), rows
 
 
-def _replays(setup: _Setup, limits: StepLimits, forward: Forward, sampler: Sampler, lane: Lane) -> Replays:
+def _replays(setup: _Setup, limits: StepLimits, forward: Forward, pending: Tensor, lane: Lane) -> Replays:
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
     buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
     if forward.state_drafts is not None:
         buckets += tuple(replace(one, has_drafts=True) for one in buckets if one.num_tokens > 1)
-    return Replays(lane, forward, packer, inputs, buckets, lambda: (sampler.pending, *forward.tensors))
+    return Replays(lane, forward, packer, inputs, buckets, lambda: (pending, *forward.tensors))
 
 
 def _expert_pool(setup: _Setup, models: _Models, lane: Lane) -> ExpertPool | None:
@@ -586,17 +679,20 @@ def _most_step_drafts(config: Config) -> int:
 
 
 def _paged(
-    setup: _Setup, storage: Opened, sizes: _Sizes, forward: Forward, lane: Lane, uploads: Uploads
+    setup: _Setup,
+    limits: StepLimits,
+    host_arena: HostArena | None,
+    forward: Forward,
+    keys: tuple[Lane, Uploads, int],
 ) -> PagedPass | None:
-    """None: every sequence fits on the device."""
-    if not sizes.limits.max_paged or storage.host_arena is None:
+    """None: every sequence fits on the device. `keys`: the last arguments of `ContextKeys`."""
+    if not limits.max_paged or host_arena is None:
         return None
     attention, kv = forward.attention, setup.config.kv
     piece_tokens = _CUDA_PIECE_TOKENS if setup.device.type == "cuda" else _CPU_PIECE_TOKENS
-    piece_tokens = min(piece_tokens, sizes.max_model_len)
-    reads = PagedReads(storage.host_arena, attention, setup.step_lane("page"), piece_tokens)
-    num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
-    return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, lane, uploads, num_kept))
+    piece_tokens = min(piece_tokens, limits.max_tokens)
+    reads = PagedReads(host_arena, attention, setup.step_lane("page"), piece_tokens)
+    return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, *keys))
 
 
 def _weights_of(adapters: AdapterStore, model: Decoder) -> Callable[[Adapter], AdapterWeights]:
@@ -615,6 +711,7 @@ def _close(close: Callable[[], None]) -> None:
 
 def check_ahead(config: Config) -> None:
     """Raises the errors of `build` about memory or positions that are known before weights are read."""
+    check_supported(config)
     if config.source.load_format == "dummy":
         return
     device = device_for(config)
@@ -622,7 +719,8 @@ def check_ahead(config: Config) -> None:
     facts = inspect_model(config.source, config.engine.max_model_len)
     config = for_recurrent(_as_routed(config, facts, device), facts.config)
     num_parameters, names = facts.num_parameters, facts.name
-    draft_dims = _dims_of_head(config, facts.config)
+    split, on_cuda = Split(0, config.ranks.size), device.type == "cuda"
+    dims, draft_dims = part_of(facts.config, split), _dims_of_head(config, facts.config)
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
         draft_dims = draft.config
@@ -631,14 +729,14 @@ def check_ahead(config: Config) -> None:
             (f"{facts.name} and of its draft model {draft.name}"),
         )
     dtype, free = _dtype(config, device), free_bytes(device)
-    needed = num_parameters * dtype.itemsize
-    if config.source.experts_in_host and device.type == "cuda":
+    needed = num_parameters * dtype.itemsize // (split.size if on_cuda else 1)
+    if config.source.experts_in_host and on_cuda:
         every = all_expert_bytes(facts.config, dtype)
         needed -= every - (config.experts.wanted_bytes(every) or 0)
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
-    layout = layout_for(config, facts.config, device, draft_dims)
+    layout = layout_for(config, dims, device, draft_dims)
     kv, given = config.kv, config.kv.device_blocks
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
@@ -650,7 +748,7 @@ def check_ahead(config: Config) -> None:
         raise ConfigError(
             f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
         )
-    room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # the default, at most
+    room = free - needed if on_cuda else int(CPU_KV_GIB * GIB)  # the default, at most
     num_blocks = room // layout.block_bytes if given is None else given
     group = KvGroup(layout, _windows(facts.config, draft_dims))
     _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))
@@ -908,7 +1006,7 @@ def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
 
 def _load(setup: _Setup, source: ModelSource, deterministic: bool = False) -> LoadedModel:
     config, device = setup.config, setup.device
-    ops = _layer_ops(device, deterministic)
+    ops = setup.ranks.ops(_layer_ops(device, deterministic))
     return load_model(
         source, device, _dtype(config, device), ops, setup.progress, config.engine.max_model_len
     )

@@ -64,6 +64,7 @@ class Engine:
             most_in_host = sum(parts.cache.stats().slots.get("host", ())) - num_pageable
         self.snapshots = EngineSnapshots(self.kv, self.launched, most_in_host)
         parts.cache.call_when_launched(self._inbox.wake)
+        parts.ranks.watch(lambda error: self._inbox.put(partial(_raise, error)))
 
     # ---------------------------------------------------------------------------------------- from any thread
 
@@ -267,6 +268,7 @@ class Engine:
         """The loop cannot continue: end every request and every waiting future with `error`. Touches neither
         scheduler nor cache, which may be broken. Never raises."""
         self._end_all(f"the engine stopped: {type(error).__name__}: {error}")
+        self.parts.ranks.close()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel open requests, let the device finish, check that nothing is left. Transfers and lanes have
@@ -285,6 +287,7 @@ class Engine:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))
             if self.parts.experts is not None:
                 self.parts.experts.close()
+            self.parts.ranks.close()
             self.kv.flushes.end()
             self.parts.executor.masks.close()
             self.parts.grammars.close()
@@ -319,6 +322,10 @@ class Engine:
                 lease.end()
         finally:
             self._outbox.refuse(request.id, listener, str(error))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _pass_on(listener: Listener, kept: object, event: TokenEvent) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract import PromptLimits
@@ -21,6 +21,7 @@ from penstock.kv.memory import DeviceArena
 from penstock.lanes.lane import Lane
 from penstock.models.tokenizer import TextCodec
 from penstock.observe import Observers
+from penstock.ranks.start import Alone, Ranks
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.drafter import Speculation
 from penstock.trace.file import TraceFile
@@ -55,3 +56,4 @@ class EngineParts:
     routing: RoutingWriter | None = None  # of --record-routing
     speculation: Speculation | None = None  # proposes tokens, if enabled
     threads: ThreadsByLoad | None = None  # compute threads, on a CPU
+    ranks: Ranks = field(default_factory=Alone)  # the other processes of this engine, if there are any

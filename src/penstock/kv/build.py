@@ -4,10 +4,12 @@ the only place that wires storage, for the engine and for benchmarks."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +50,7 @@ _WRITE_QUEUE_BYTES = 512 << 20
 _STATE_LANES = 2  # of a tier: a state is large enough for the rate of a disk
 _STATES_SHARE = 4  # 1 / this of --kv-offload-ssd-gib is for states, if there are any
 _UNOBSERVED = Observers()
+MakeMover = Callable[..., Mover]  # with the arguments of `Mover`
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
 
 
@@ -67,6 +70,25 @@ class KvGroup:
         return rule_for(self.windows, self.layout.block_tokens, states)
 
 
+class Moves(NamedTuple):
+    """How blocks get to the device and back, and to disks and stores."""
+
+    make_mover: MakeMover = Mover
+    overlaps: bool = True  # a step may begin over the first layers of a load
+    # what stores have of a block, if that is more than this process has
+    stored: BlockLayout | None = None
+    # a store of whole blocks as one of the blocks in an arena
+    through: Callable[[BlockStore, HostArena], BlockStore] = lambda store, arena: store
+
+
+class Device(NamedTuple):
+    """Where steps compute, and how many blocks are there."""
+
+    device: torch.device
+    num_blocks: int
+    moves: Moves = Moves()
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A cache with the memory that steps compute in."""
@@ -79,15 +101,10 @@ class Opened:
 
 
 def open_cache(
-    config: Config,
-    group: KvGroup,
-    scope: Scope,
-    device: torch.device,
-    num_blocks: int,
-    observers: Observers = _UNOBSERVED,
+    config: Config, group: KvGroup, scope: Scope, at: Device, observers: Observers = _UNOBSERVED
 ) -> Opened:
-    """`num_blocks` on the device, and the tiers that `config` names."""
-    layout = group.layout
+    """The blocks of the device, and the tiers that `config` names."""
+    (device, num_blocks, moves), layout = at, group.layout
     arena = DeviceArena(layout, num_blocks, device)
     reports = KvReports() if config.kv.events else None
     if reports is not None:
@@ -106,11 +123,14 @@ def open_cache(
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
     state_arena = _state_arena(config, group, device)
-    stores, state_stores = _open_both(config, scope, group, reports)  # may raise; before anything runs
+    # may raise; before anything runs
+    stored = replace(group, layout=moves.stored or layout)
+    stores, state_stores = _open_both(config, scope, stored, reports)
     host = _open_host(config, host_arena, device, observers)
-    movers = make_movers(arena, host_arena, observers, checks)
-    cold = [open_cold(one, host_arena, _limits_of(one, host_arena, config), observers) for one in stores]
-    tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, device))
+    movers = make_movers(arena, host_arena, observers, checks, moves.make_mover)
+    parts = [moves.through(one, host_arena) for one in stores]
+    cold = [open_cold(one, host_arena, _limits_of(one, host_arena, config), observers) for one in parts]
+    tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))
     events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
     states = None
     if state_arena is not None:
@@ -199,9 +219,11 @@ def _open_host(config: Config, arena: HostArena, device: torch.device, observers
     return host
 
 
-def _limits(config: Config, device: torch.device) -> TierLimits:
+def _limits(config: Config, at: Device) -> TierLimits:
     offload = config.offload
-    overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
+    overlap_tokens = _CUDA_OVERLAP_TOKENS if at.device.type == "cuda" else _CPU_OVERLAP_TOKENS
+    if not at.moves.overlaps:
+        overlap_tokens = sys.maxsize
     admission = offload.ssd_admission if offload.ssd_dir is not None else "always"
     return TierLimits(
         overlap_tokens, offload.load_deadline_s, offload.load_always, config.kv.prefix_cache, admission
@@ -213,6 +235,7 @@ def make_movers(
     host_arena: HostArena,
     observers: Observers = _UNOBSERVED,
     checks: ByteChecks | None = None,
+    make_mover: MakeMover = Mover,
 ) -> tuple[Mover, Mover]:
     """From host memory to the device, and back."""
     observer, transfers = all_of(observers.lanes), all_of(observers.transfers)
@@ -223,7 +246,7 @@ def make_movers(
         lane = make_lane(name, arena.device, observer, priority)
         copier = make_copier(source.tensor, dest.tensor, arena.layout)
         ends, launcher = (source.name, dest.name), make_launcher(lane, observer)
-        return Mover(ends, copier, lane, launcher, checks, transfers)
+        return make_mover(ends, copier, lane, launcher, checks, transfers)
 
     return mover("load", host_arena, arena, _LOAD_PRIORITY), mover("save", arena, host_arena, 0)
 

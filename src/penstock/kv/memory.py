@@ -157,11 +157,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nam
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _untouched(num_bytes: int, name: str, where: str, lower: str) -> mmap.mmap:
+def _untouched(num_bytes: int, name: str, where: str, lower: str, file: int = -1) -> mmap.mmap:
     """Zeros on whole pages that take no memory before they are used: start-up does not pay for unused
-    memory."""
+    memory. `file`: of memory that other processes have, too."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with _must_fit(num_bytes, _CPU, name, where, lower):
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(file, num_bytes, flags=private if file < 0 else mmap.MAP_SHARED)
     # Huge pages: half the fault time on first use, and fewer TLB misses in every gather.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without it is only slower
@@ -225,15 +226,21 @@ class HostArena:
     """
 
     def __init__(
-        self, layout: SlotLayout, num_slots: int, device: torch.device | str, name: str = "host"
+        self,
+        layout: SlotLayout,
+        num_slots: int,
+        device: torch.device | str,
+        name: str = "host",
+        file: int = -1,
     ) -> None:
+        """`file`: of memory that other processes have, too; -1: this one alone."""
         if num_slots < 1:
             raise ConfigError(f"the {name} KV arena needs at least one block, got {num_slots}")
         self.name = name
         self.layout = layout
         self.num_slots = num_slots
         self.device = torch.device(device)
-        self._memory = _untouched(self.num_bytes, name, "of memory", _FLAGS.get(name, ""))
+        self._memory = _untouched(self.num_bytes, name, "of memory", _FLAGS.get(name, ""), file)
         self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(
             num_slots, *layout.shape
         )
@@ -252,6 +259,11 @@ class HostArena:
         """The bytes of one slot."""
         size = self.layout.block_bytes
         return memoryview(self._memory)[slot * size : (slot + 1) * size]
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of all slots."""
+        return memoryview(self._memory)
 
     def prepare(
         self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]

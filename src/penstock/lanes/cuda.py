@@ -25,6 +25,11 @@ def is_usable() -> bool:
     return torch.cuda.is_available()
 
 
+def num_devices() -> int:
+    """GPUs that this process may use."""
+    return torch.cuda.device_count() if is_usable() else 0
+
+
 def wait_set_up(device: torch.device) -> None:
     """Block until the calling thread's setup outside lanes is done: lanes' streams do not wait for the stream
     that it used."""

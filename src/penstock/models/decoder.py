@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.forms import Matrix
@@ -100,7 +99,7 @@ class DecoderLayer:
     def _linear_shares(self, name: str, x: Tensor, lora: LoraRuns | None) -> Tensor:
         if lora is None and getattr(self, f"{name}_bias") is None:
             return self.ops.linear_shares(x, getattr(self, name))
-        return self._linear(name, x, lora)
+        return self.ops.whole(self._linear(name, x, lora))
 
 
 class Decoder:
@@ -142,8 +141,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int32 [T] -> [T, hidden]"""
-        table = self.embedding
-        return table.rows(tokens) if isinstance(table, Matrix) else F.embedding(tokens, table)
+        return self.ops.embed(tokens, self.embedding)
 
     def layer(
         self, index: int, hidden: Tensor, residual: Tensor | None, kv: Any, lora: LoraRuns | None = None
@@ -171,4 +169,4 @@ class Decoder:
         """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) ->
         logits [S, vocab] in the model's dtype."""
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
-        return self.output.logits(x) if isinstance(self.output, Matrix) else self.ops.linear(x, self.output)
+        return self.ops.logits(x, self.output, self.config.vocab)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.models.forms import Matrix
-from penstock.models.model import Experts, LayerOps, ModelConfig
+from penstock.models.model import Experts, LayerOps, ModelConfig, Split
 from penstock.models.rotary import plain_frequencies
 
 _GRAIN_VALUES = 32768  # torch gives fewer to one thread
@@ -36,6 +36,14 @@ class TorchLayerOps:
     """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is
     applied."""
 
+    split = Split()
+
+    def embed(self, tokens: Tensor, table: Tensor | Matrix) -> Tensor:
+        return table.rows(tokens) if isinstance(table, Matrix) else F.embedding(tokens, table)
+
+    def logits(self, x: Tensor, weight: Tensor | Matrix, vocab: int) -> Tensor:
+        return weight.logits(x) if isinstance(weight, Matrix) else self.linear(x, weight)
+
     def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Matrix):
             product = weight.product(x).float()
@@ -51,6 +59,9 @@ class TorchLayerOps:
 
     def linear_shares(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return weight.product(x) if isinstance(weight, Matrix) else self.linear(x, weight)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
@@ -166,6 +177,7 @@ class OpsAround:
         self.silu_mul, self.sigmoid = ops.silu_mul, ops.sigmoid
         self.gelu_mul, self.gelu_gated = ops.gelu_mul, ops.gelu_gated
         self.delta_gates, self.gated_norm = ops.delta_gates, ops.gated_norm
+        self.split, self.embed, self.logits, self.whole = ops.split, ops.embed, ops.logits, ops.whole
         self.terms, self.add_terms, self.summed = ops.terms, ops.add_terms, ops.summed
         self.ops = ops
 

@@ -24,9 +24,10 @@ from penstock.models.form_choice import chosen_forms, wanted
 from penstock.models.forms import Forms
 from penstock.models.gguf_convert import CONVERTER_VERSION, Content, GgufModel, load_converted
 from penstock.models.hashed_file import HashedFile, WeightFile
-from penstock.models.model import LayerOps, ModelConfig
+from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
 from penstock.models.registry import BUILT_IN, architecture_of, layout, parse_config
+from penstock.models.split import part_of
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.models.weights import (
@@ -59,6 +60,12 @@ class LoadedModel:
     # fields of SamplingParams, where a request does not give them
     sampling: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None  # of its files
+    whole: ModelConfig | None = None  # the dimensions of the whole model, if only a part of it is here
+
+    @property
+    def dims(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.whole or self.model.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +96,13 @@ class _Load:
         config = read_config(path)
         forms, tokenizer = self._forms(config, weights), load_tokenizer(path, config)
         config = self._settled(config, tokenizer)
-        tensors, content = load_directory(path, config, self._devices, self.dtype, self.progress, forms)
+        held = self._split or forms
+        tensors, content = load_directory(path, config, self._devices, self.dtype, self.progress, held)
         digest = weights_digest(config, self.dtype, content.values(), forms)
         sampling = read_sampling(path) if self.source.generation_config == "auto" else {}
-        model = architecture_of(config).model(config, tensors, self.ops, digest)
-        return LoadedModel(model, tokenizer, name, self._held(forms), sampling, path), content
+        model = architecture_of(config).model(self._part(config), tensors, self.ops, digest)
+        loaded = LoadedModel(model, tokenizer, name, self._held(forms), sampling, path, self._whole(config))
+        return loaded, content
 
     def _gguf(self, name: str, file: HashedFile) -> LoadedModel | None:
         """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a
@@ -118,16 +127,28 @@ class _Load:
         config = self._settled(config, tokenizer)
         config = dataclasses.replace(config, max_position=max(config.max_position, positions))
         forms = self._forms(config, "float32" if self.weights == "auto" else self.weights)
-        seed, dtype = self.source.seed, self.dtype
+        seed, dtype, held = self.source.seed, self.dtype, self._split or forms
         digest = dummy_digest(config, seed, self.device, dtype, forms)
-        weights = dummy_weights(config, seed, self._devices, dtype, self.progress, forms)
-        model = architecture_of(config).model(config, weights, self.ops, digest)
-        return LoadedModel(model, tokenizer, name, self._held(forms))
+        weights = dummy_weights(config, seed, self._devices, dtype, self.progress, held)
+        model = architecture_of(config).model(self._part(config), weights, self.ops, digest)
+        return LoadedModel(model, tokenizer, name, self._held(forms), whole=self._whole(config))
 
     def _forms(
         self, config: ModelConfig, weights: WeightsName, in_4_bits: Collection[str] = ()
     ) -> Forms | None:
         return chosen_forms(weights, config, self.source.deterministic, self.progress, in_4_bits)
+
+    @property
+    def _split(self) -> Split | None:
+        """None: the whole model."""
+        return self.ops.split if self.ops.split.size > 1 else None
+
+    def _part(self, config: ModelConfig) -> ModelConfig:
+        """The dimensions that this rank computes with."""
+        return part_of(config, self.ops.split)
+
+    def _whole(self, config: ModelConfig) -> ModelConfig | None:
+        return None if self._split is None else config
 
     def _settled(self, config: ModelConfig, tokenizer: TextCodec) -> ModelConfig:
         ends = tuple(sorted(tokenizer.eos_ids))
@@ -152,6 +173,10 @@ def load_model(
     """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens
     (None: the model's own). Every way in which a model can be unusable is a ModelError."""
     weights = wanted(source.weights, device.type, dtype)
+    if ops.split.size > 1:
+        if source.weights not in ("auto", "float32"):
+            raise ModelError(f"--weights {source.weights}: with --tensor-parallel only float32 is supported")
+        weights = "float32"
     with memory_needed(f"the weights of {source.model} do not fit into the memory of {device}"):
         return _Load(source, weights, device, dtype, ops, progress, max_model_len).run()
 

@@ -13,6 +13,15 @@ from torch import Tensor
 from penstock.models.rotary import RopeScaling
 
 LEAST_SUM = 1e-20  # added to a sum of weights before they are divided by it
+
+
+class Split(NamedTuple):
+    """The part of a model that one of several ranks has."""
+
+    rank: int = 0
+    size: int = 1
+
+
 Weight = Any  # what `LayerOps.linear` of a device multiplies with: a Tensor, or on the CPU a `forms.Matrix`
 
 
@@ -256,6 +265,16 @@ class RecurrentStates(Protocol):
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 
+    @property
+    def split(self) -> Split:
+        """The part of the model that the weights are."""
+
+    def embed(self, tokens: Tensor, table: Weight) -> Tensor:
+        """int32 [T] -> [T, hidden]"""
+
+    def logits(self, x: Tensor, weight: Weight, vocab: int) -> Tensor:
+        """[S, hidden] -> [S, vocab]"""
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """[T, in] by [out, in], plus an optional bias [out] -> [T, out]. The loader chooses the memory layout
         of `weight` for the device."""
@@ -265,6 +284,9 @@ class LayerOps(Protocol):
     def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
         """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or [shares, T, out]
         whose sum that is."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What `linear` made of a matrix whose results `linear_shares` gives, for `add_rms_norm` alone."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm(x + residual), x + residual). `x` may be in shares."""

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.models import triton_delta, triton_experts
-from penstock.models.model import Experts
+from penstock.models.model import Experts, Split
 from penstock.models.triton_experts import Chosen
 
 SILU_TILE = 1024  # values per program
@@ -174,6 +174,14 @@ def shares_kernel(
 class TritonLayerOps:
     """`LayerOps` for CUDA tensors."""
 
+    split = Split()
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(tokens, table)
+
+    def logits(self, x: Tensor, weight: Tensor, vocab: int) -> Tensor:
+        return self.linear(x, weight)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
@@ -257,6 +265,9 @@ class TritonLayerOps:
             x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile)
         )
         return out
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

@@ -28,9 +28,10 @@ from penstock.models.architecture import EMBED, HEAD, TensorSpec, WeightSpec
 from penstock.models.fields import Json, Shape, changed_fields, is_number
 from penstock.models.forms import Forms, Matrix, empty_matrix
 from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
-from penstock.models.model import ModelConfig, Weight
+from penstock.models.model import ModelConfig, Split, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, layout
+from penstock.models.split import Cut, cut_of
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
 _NAMED = 6  # tensors listed in an error before the rest is only counted
+
+
+Pieces = Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]  # of a part: ranges of its rows, their values
 
 
 class Devices(NamedTuple):
@@ -66,10 +70,10 @@ def load_directory(
     device: torch.device | Devices,
     dtype: torch.dtype,
     progress: Progress,
-    forms: Forms | None = None,
+    held: Forms | Split | None = None,
 ) -> LoadedWeights:
-    """The model's tensors on `device` in `dtype`, matrices in `forms` if given. Every byte is read once,
-    hashed, and copied to its final place."""
+    """The model's tensors on `device` in `dtype`, matrices in forms if given, or one rank's part of them.
+    Every byte is read once, hashed, and copied to its final place."""
     with ExitStack() as stack:
         files, stored, unread = open_tensors(directory, config, stack)
         for what in unread:
@@ -77,10 +81,18 @@ def load_directory(
         _check_tied(stored, config, directory)
 
         def room(weight: WeightSpec) -> Weight:
-            return empty_formed(weight, config, forms) if forms else empty_weight(weight, device, dtype)
+            if isinstance(held, Split):
+                return RankPart(weight, config, held).empty(device, dtype)
+            return empty_formed(weight, config, held) if held else empty_weight(weight, device, dtype)
+
+        def put(out: Weight, weight: WeightSpec, pieces: Pieces) -> None:
+            if isinstance(held, Split):
+                RankPart(weight, config, held).filled(out, pieces)
+            else:
+                fill(out, weight, pieces)
 
         loaded = LoadedWeights({}, {})
-        reading = read_weights(layout(config), stored, room, loaded)
+        reading = read_weights(layout(config), stored, room, loaded, put)
         for _ in each_weight(config, "loading weights", progress):
             next(reading)
         for file in files:
@@ -93,8 +105,11 @@ def read_weights(
     stored: Mapping[str, StoredTensor],
     room: Callable[[WeightSpec], Weight],
     loaded: LoadedWeights,
+    put: Callable[[Weight, WeightSpec, Pieces], object] | None = None,
 ) -> Iterator[None]:
-    """Read one of `weights` after the other into its `room`, and add it to `loaded`."""
+    """Read one of `weights` after the other into its `room`, and add it to `loaded`. `put`: instead of
+    `fill`."""
+    put = put or fill
     weights = tuple(weights)
     order = [part.name for weight in weights for part in weight.parts]
     with closing(read_pieces(piece for name in order for _, piece in _pieces(stored[name]))) as reading:
@@ -109,7 +124,7 @@ def read_weights(
 
         for weight in weights:
             loaded.tensors[weight.name] = out = room(weight)
-            fill(out, weight, pieces)
+            put(out, weight, pieces)
             yield
 
 
@@ -198,6 +213,46 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
     else:
         room = torch.atleast_2d(room)
         room[rows].copy_(values.reshape(-1, *room.shape[1:]))
+
+
+class RankPart(NamedTuple):
+    """What one rank has of one tensor."""
+
+    weight: WeightSpec
+    config: ModelConfig
+    split: Split
+
+    def empty(self, device: torch.device | Devices, dtype: torch.dtype) -> Tensor:
+        """Room for it."""
+        shapes = (cut.shape(part.shape) for cut, part in zip(self.cuts, self.weight.parts, strict=True))
+        parts = (part._replace(shape=shape) for part, shape in zip(self.weight.parts, shapes, strict=True))
+        out = empty_weight(self.weight._replace(parts=tuple(parts)), device, dtype)
+        return out.zero_() if any(cut.has_gaps for cut in self.cuts) else out
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Of each part."""
+        specs, each = [], max(1, self.weight.num_slots)
+        parts = self.weight.parts[: len(self.weight.parts) // each]  # every slot has the same
+        shapes = tuple(part.shape for part in parts)
+        for index in range(len(parts)):
+            specs.append(cut_of(self.weight.name, index, shapes, (self.config, self.split)))
+        return tuple(specs) * each
+
+    def filled(self, out: Tensor, pieces: Callable[[TensorSpec], Iterable[tuple[slice, Tensor]]]) -> Tensor:
+        """`pieces`: as for `fill`, of whole tensors."""
+        cuts = iter(self.cuts)
+        for slot, parts in zip(out if self.weight.num_slots else (out,), self.weight.by_slot, strict=True):
+            start = 0
+            for part, cut in zip(parts, cuts, strict=False):
+                num = cut.shape(part.shape)[0]
+                room, start = slot[start : start + num], start + num
+                for rows, values in pieces(part):
+                    if len(part.shape) == 1:  # read as one row
+                        cut.put(room.unsqueeze(1), slice(0, part.shape[0]), values.reshape(-1, 1))
+                    else:
+                        cut.put(room, rows, values.reshape(-1, part.shape[1]))
+        return out
 
 
 def empty_weight(weight: WeightSpec, device: torch.device | Devices, dtype: torch.dtype) -> Tensor:
@@ -438,7 +493,7 @@ def dummy_weights(
     device: torch.device | Devices,
     dtype: torch.dtype,
     progress: Progress,
-    forms: Forms | None = None,
+    held: Forms | Split | None = None,
 ) -> dict[str, Weight]:
     """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in
     ** -0.5, so that every projection keeps its input's scale and logits differ. The same seed, dtype and kind
@@ -452,13 +507,23 @@ def dummy_weights(
             tensor.fill_(architecture_of(config).dummy_value(weight.name))
         else:
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+        if isinstance(held, Split):  # cut from the whole tensor: the same model on any number of ranks
+            part = RankPart(weight, config, held)
+            weights[weight.name] = part.filled(part.empty(device, dtype), _whole_parts(weight, tensor))
+            continue
         if isinstance(device, Devices) and device.of(weight) != maker:
             tensor = empty_weight(weight, device, dtype).copy_(tensor)
         weights[weight.name] = tensor
-        if forms is not None:
-            weights[weight.name] = empty_formed(weight, config, forms)
+        if held is not None:
+            weights[weight.name] = empty_formed(weight, config, held)
             put_rows(weights[weight.name], slice(None), tensor)
     return weights
+
+
+def _whole_parts(weight: WeightSpec, tensor: Tensor) -> Pieces:
+    """The parts of a whole tensor, as `fill` takes them."""
+    parts = {part.name: room for part, room in zip(weight.parts, _rooms(tensor, weight), strict=True)}
+    return lambda part: [(slice(0, part.shape[0]), parts[part.name])]
 
 
 def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> bytes:

@@ -23,6 +23,7 @@ from penstock.config import (
     LoraConfig,
     ModelSource,
     OffloadConfig,
+    RanksConfig,
     SanitizeConfig,
     ServerConfig,
     SpeculationConfig,
@@ -118,7 +119,7 @@ def test_a_command_that_needs_another_word_shows_its_help(penstock, command):
         ("serve --prot 80", "did you mean --port?", "serve"),
         ("bench decode --batc=3", "did you mean --batch?", "bench decode"),
         ("cache inspect --kv-offload-ssd-dir x --jsn y", "did you mean --json?", "cache inspect"),
-        ("serve m --tensor-parallel-size 2", "--tensor-parallel-size is vLLM's; here: none: one", "serve"),
+        ("serve m --tensor-parallel-size 2", "is vLLM's; here: --tensor-parallel (", "serve"),
         ("serve --gpu_memory_utilization=0.9", "here: --device-kv-gib", "serve"),
         ("serve --max-num-seqs 4 --port 1", "--max-num-seqs is vLLM's; here: --max-batch", "serve"),
         ("serve --xyzzy", "error: unrecognized arguments: --xyzzy (see", "serve"),
@@ -148,7 +149,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
     found = parsers(cli.make_parser())
-    assert len(found) == 22
+    assert len(found) == 24
     for parser in found:
         for action in parser._actions:
             flag = "/".join(action.option_strings) or action.dest
@@ -197,7 +198,8 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
         "--trace trace.json --trace-mib 9 --kv-offload-states-gib 1.5 --state-every 64 "
         "--experts-on-device 25% --experts-policy lru --no-experts-prefetch --record-routing routing.jsonl "
-        "--device-memory-gib 24"
+        "--device-memory-gib 24 "
+        "--tensor-parallel 4 --rank-timeout-s 9"
     )
     spans = ((0, 64), (100, 200))
     offload = {"ssd_admission": "reuse", "remote": "valkey://:pw@h:1/0", "remote_timeout_s": 0.5}
@@ -212,6 +214,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         SpeculationConfig("draft:d", 3),
         TraceConfig("trace.json", 9),
         ExpertsConfig("25%", "lru", False, "routing.jsonl"),
+        RanksConfig(4, 9.0),
     )
     adapters = "--lora a=one --lora org/b=two=2"
     assert config_by(f"serve {given} {adapters} --lora-dir adapters") == expected

@@ -57,6 +57,7 @@ class StepLimits:
     block_tokens: int
     padding_slot: int
     arena: str  # name of the KV arena in declared accesses
+    max_tokens: int = 0  # of one sequence
     max_paged: int = 0  # host blocks that the sequences of a step may have
     max_parts: int = 0  # parts of a context that a step may score
     max_drafts: int = 0  # drafts of all requests of a step

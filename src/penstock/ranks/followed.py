@@ -1,0 +1,130 @@
+"""Rank 0, as the other ranks see it. Owns the connection to it and the queue of its messages.
+
+If rank 0 ends, or says nothing for a time, this process ends at once: nothing that it has is of use alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from torch import Tensor
+
+from penstock.engine.execution.passes import Pass, StepLimits
+from penstock.errors import RankLost
+from penstock.kv.build import Moves
+from penstock.kv.memory import BlockLayout, HostArena
+from penstock.models.model import LayerOps, ModelConfig
+from penstock.models.progress import Progress
+from penstock.models.split import SplitOps
+from penstock.ranks.collectives import Collectives
+from penstock.ranks.passes import FollowedSteps
+from penstock.ranks.wire import MessageKind, RankMessage, RankWire
+
+log = logging.getLogger(__name__)
+
+_BEATS = 4  # in the time after which a silent rank counts as lost
+
+
+def tell_failed(wire: RankWire, error: BaseException) -> None:
+    """A rank that only waited for another one does not name it: rank 0 knows more."""
+    text, is_other = f"{type(error).__name__}: {error}", isinstance(error, RankLost)
+    wire.send(MessageKind.FAILED, {"error": text, "is_other": is_other})
+
+
+class Followed:
+    """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
+
+    def __init__(self, wire: RankWire, together: Collectives, timeout_s: float, file: int) -> None:
+        """`file`: of the host memory that rank 0 may want to share; -1: none."""
+        self.size = together.split.size
+        self.together = together
+        self.limits: StepLimits | None = None  # set by `num_blocks`, as is the next one
+        self.num_host_blocks = 0
+        self.host_file = file  # -1: host memory is for this rank alone
+        self._wire, self._timeout_s = wire, timeout_s
+        self._messages = SimpleQueue[RankMessage]()
+        self._over = threading.Event()
+        wire.set_timeout(timeout_s)
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+        threading.Thread(target=self._beat, name="rank-beats", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------- as `Ranks`
+
+    def ops(self, ops: LayerOps) -> LayerOps:
+        return SplitOps(ops, self.together.split, self.together)
+
+    def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
+        """Waits until rank 0 has chosen all sizes."""
+        self._wire.send(MessageKind.READY, {"digest": digest.hex(), "num_blocks": num_blocks})
+        message = self._messages.get()
+        if message.kind is MessageKind.END:  # rank 0 could not be built, and says why
+            raise SystemExit(1)
+        if message.kind is not MessageKind.BEGIN:
+            raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
+        found = message.fields
+        self.limits, self.num_host_blocks = StepLimits(**found["limits"]), int(found["num_host_blocks"])
+        self.host_file = self.host_file if found["shares_host"] else -1
+        return self.limits.padding_slot  # the slot behind all others
+
+    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass:
+        return FollowedSteps(self.together, tokens)
+
+    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+        return Moves()
+
+    def wait_built(self) -> None:
+        """Tells rank 0 that this one is."""
+        self._wire.send(MessageKind.READY)
+
+    def watch(self, lost: Callable[[RankLost], None]) -> None:
+        """A lost rank 0 ends this process."""
+
+    def close(self) -> None:
+        self._over.set()
+        self._wire.close()
+
+    # --------------------------------------------------------------------------------------------- messages
+
+    def next(self, timeout_s: float | None) -> RankMessage | None:
+        """Block until rank 0 says something. None: it did not within `timeout_s`."""
+        try:
+            return self._messages.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def copied(self, number: int, error: str) -> None:
+        self._wire.send(MessageKind.COPIED, {"number": number, "error": error})
+
+    def failed(self, error: BaseException) -> None:
+        """This rank cannot go on."""
+        tell_failed(self._wire, error)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._wire.receive()
+                if message.kind is not MessageKind.BEAT:
+                    self._messages.put(message)
+                if message.kind is MessageKind.END:
+                    return
+        except TimeoutError:
+            self._end(f"rank 0 did not answer for {self._timeout_s:g} s")
+        except Exception:
+            self._end("rank 0 has ended")
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._timeout_s / _BEATS):
+            try:
+                self._wire.send(MessageKind.BEAT)
+            except OSError:
+                self._end("rank 0 has ended")
+
+    def _end(self, why: str) -> None:
+        if not self._over.is_set():
+            log.warning("%s, and so does this rank", why)
+            logging.shutdown()
+            os._exit(1)

@@ -1,0 +1,207 @@
+"""Two real processes give the tokens of one, whatever is asked for and wherever KV is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.contract import Grammar
+from penstock.engine.engine import Engine
+from penstock.errors import InvalidRequest
+from penstock.models.split import SplitOps
+from penstock.ranks.start import Alone
+from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, wait_scanned
+from tests.support.ranks import build_ranks, open_led_alone
+
+SIZES = {"blocks": 32, "host_blocks": 200, "max_batch": 6, "max_model_len": 256, "overcommit": 4.0}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "random": {"temperature": 0.9, "seed": 3},
+    "filtered": {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 30, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "biased": {"temperature": 0.7, "seed": 5, "logit_bias": ((7, 4.0), (9, -100.0))},
+    "logprobs": {"logprobs": 3},
+    "prompt logprobs": {"prompt_logprobs": 2, "logprobs": 0},
+    "at least": {"min_tokens": 6, "ignore_eos": False},
+    "a grammar": {
+        "grammar": Grammar("choice", json.dumps(["yes indeed", "no"])),
+        "ignore_eos": False,
+        "max_tokens": 24,
+    },
+}
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(1, 500, num_tokens).tolist()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Engine, Engine]]:
+    """One rank, and two."""
+    engines = [build_ranks(size, **SIZES) for size in (1, 2)]
+    yield engines[0], engines[1]
+    for engine in engines:
+        engine.close(timeout_s=20.0)
+
+
+def both(pair: tuple[Engine, Engine], ask: Callable[[Engine], Collected]) -> tuple[Collected, Collected]:
+    right, found = (ask(engine) for engine in pair)
+    assert_same(found, right)
+    return right, found
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_two_ranks_sample_the_tokens_of_one(pair: tuple[Engine, Engine], name: str) -> None:
+    right, found = both(
+        pair, lambda engine: generate(engine, prompt(40, seed=len(name)), salt=name, **SAMPLINGS[name])
+    )
+    assert right.tokens
+    ours, theirs = found.prompt_logprobs or (), right.prompt_logprobs or ()
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.token == other.token and abs(one.logprob - other.logprob) <= 1e-4
+
+
+def test_a_crowd_gets_the_tokens_of_one_rank(pair: tuple[Engine, Engine]) -> None:
+    """More requests than rows, prompts in chunks beside decodes, prefixes shared, some cancelled."""
+    rng = np.random.default_rng(11)
+    asked = [
+        (
+            prompt(int(rng.integers(5, 150)), seed=i % 5),
+            {"max_tokens": int(rng.integers(1, 30)), "temperature": float(i % 2), "seed": i},
+        )
+        for i in range(14)
+    ]
+    answers = []
+    for engine in pair:
+        requests = [submit(engine, tokens, salt="crowd", **sampling) for tokens, sampling in asked]
+        for _ in range(12):
+            engine.step()
+        engine.cancel(requests[3].request_id)
+        run_all(engine)
+        engine.check()
+        answers.append(requests)
+    for index, (right, found) in enumerate(zip(*answers, strict=True)):
+        if index == 3:  # it may have been cancelled earlier or later
+            common = min(len(right.tokens), len(found.tokens))
+            assert found.tokens[:common] == right.tokens[:common]
+        else:
+            assert_same(found, right)
+
+
+def test_a_prefix_returns_from_the_host_memory_of_every_rank(pair: tuple[Engine, Engine]) -> None:
+    long = prompt(120, seed=77)
+    first, _ = both(pair, lambda engine: generate(engine, long, salt="returns"))
+    for engine in pair:
+        settle_all(engine)
+        engine.cache.reset(("device",))
+        for seed in range(6):  # other KV takes the slots meanwhile
+            generate(engine, prompt(100, seed=100 + seed), salt="returns")
+        settle_all(engine)
+        engine.cache.reset(("device",))
+    again, found = both(pair, lambda engine: generate(engine, long, salt="returns"))
+    assert again.tokens == first.tokens
+    assert found.source is not None and found.source.host >= 112
+
+
+def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[Engine, Engine]) -> None:
+    answers = []
+    for engine in pair:
+        before = engine.stats().retractions
+        asked = [
+            submit(engine, prompt(100, seed=200 + i), salt="tight", max_tokens=70, temperature=0.5, seed=i)
+            for i in range(5)
+        ]
+        run_all(engine)
+        settle_all(engine)
+        answers.append(asked)
+        assert engine.stats().retractions > before
+    for right, found in zip(*answers, strict=True):
+        assert_same(found, right)
+
+
+def test_contexts_larger_than_the_device_are_streamed_on_all_ranks() -> None:
+    plain = build_ranks(1, max_model_len=512)
+    pair = build_ranks(2, blocks=32, host_blocks=128, max_model_len=512, resident_tokens=128)
+    asked = prompt(400, seed=9), prompt(300, seed=10)
+    answers = []
+    for engine in (plain, pair):
+        requests = [submit(engine, tokens, max_tokens=12, temperature=0.6, seed=1) for tokens in asked]
+        run_all(engine)
+        answers.append(requests)
+    assert pair.stats().host_steps
+    with pytest.raises(InvalidRequest, match="several ranks"):
+        submit(pair, asked[0], residency="scored")
+    for engine in (plain, pair):
+        engine.close(timeout_s=20.0)
+    for right, found in zip(*answers, strict=True):
+        assert_same(found, right)
+
+
+def test_experts_are_divided_by_width() -> None:
+    engines = [build_ranks(size, "tiny-qwen3-moe") for size in (1, 2)]
+    right, found = (generate(engine, prompt(50), max_tokens=12) for engine in engines)
+    for engine in engines:
+        engine.close(timeout_s=20.0)
+    assert_same(found, right)
+
+
+def test_drafts_by_prompt_lookup_are_verified_on_all_ranks() -> None:
+    engines = [build_ranks(1), build_ranks(2, speculate="ngram", max_batch=4)]
+    repeated = prompt(12) * 4
+    right, found = (generate(engine, repeated, max_tokens=40) for engine in engines)
+    verified = sum(engines[1].stats().drafted)
+    for engine in engines:
+        engine.close(timeout_s=20.0)
+    assert_same(found, right)
+    assert verified
+
+
+def test_a_disk_serves_any_number_of_ranks(tmp_path: Path) -> None:
+    """Each engine finds what those before it wrote, and writes a prompt of its own. With four ranks each of
+    the two KV heads is on two of them."""
+    sizes, answers = (1, 2, 4, 1), dict[int, Collected]()
+    for index, size in enumerate(sizes):
+        engine = build_ranks(size, host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.1)
+        wait_scanned(engine)
+        for seed in range(index):
+            again = generate(engine, prompt(120, seed=seed))
+            assert_same(again, answers[seed])
+            assert again.source is not None and again.source.ssd >= 112
+        answers[index] = generate(engine, prompt(120, seed=index))
+        persisting = engine.cache.persist()
+        while persisting is not None and not persisting.settled:
+            if not engine.step():
+                engine.wait_work(0.05)
+        engine.close(timeout_s=20.0)
+
+
+def test_all_of_it_with_one_rank_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the GPU's tests have it: collectives of one."""
+    plain = build_ranks(1)
+    monkeypatch.setattr("penstock.engine.build.open_ranks", open_led_alone("gloo"))
+    led = build_ranks(1, host_blocks=64)
+    right, found = (generate(engine, prompt(50), temperature=0.8, seed=2) for engine in (plain, led))
+    settle_all(led)
+    led.cache.reset(("device",))
+    again = generate(led, prompt(50), temperature=0.8, seed=2)
+    for engine in (plain, led):
+        engine.close(timeout_s=20.0)
+    assert_same(found, right)
+    assert_same(again, right)
+
+
+def test_one_rank_has_no_pass_and_no_process_of_ranks() -> None:
+    engine = build_ranks(1)
+    kinds = [type(one).__name__ for one in engine.parts.executor.passes]
+    assert "LedSteps" not in kinds and not isinstance(engine.parts.executor.target.model.ops, SplitOps)
+    assert isinstance(engine.parts.ranks, Alone)
+    engine.close(timeout_s=20.0)
