@@ -178,8 +178,7 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
                 "--kv-offload-ssd-dir and --kv-offload-remote need ranks that share memory with rank 0: "
                 "leave torchrun out"
             )
-        made = _meet(config, undo) if is_met else _start(config, num_devices, undo)
-        store, peers, where = made
+        store, peers, where = _meet(config, undo) if is_met else _start(config, num_devices, undo)
         host = None if is_met else _LOOPBACK
         backend = "nccl" if num_devices >= size or (is_met and num_devices) else "gloo"
         common = {
