@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -41,8 +40,6 @@ from penstock.ranks.leader import Leader, Peer
 from penstock.ranks.parts import HostParts, PartedStore
 from penstock.ranks.passes import LedSteps
 from penstock.ranks.wire import MessageKind, RankWire, config_fields
-
-log = logging.getLogger(__name__)
 
 FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
 JOIN_S = 120.0  # for a process to start, and to import torch
@@ -181,8 +178,7 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
                 "--kv-offload-ssd-dir and --kv-offload-remote need ranks that share memory with rank 0: "
                 "leave torchrun out"
             )
-        made = _meet(config, undo) if is_met else _start(config, num_devices, undo)
-        store, peers, where = made
+        store, peers, where = _meet(config, undo) if is_met else _start(config, num_devices, undo)
         host = None if is_met else _LOOPBACK
         backend = "nccl" if num_devices >= size or (is_met and num_devices) else "gloo"
         common = {

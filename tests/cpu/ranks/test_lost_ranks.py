@@ -75,12 +75,12 @@ def test_a_killed_rank_ends_the_engine_with_its_name(index: int) -> None:
 
 
 def test_a_stopped_rank_ends_the_engine_with_its_name() -> None:
-    with running(2, timeout_s=1.0) as loop:
+    with running(2, timeout_s=3.0) as loop:
         request = a_long_request(loop)
         other_ranks()[0].send_signal(signal.SIGSTOP)
         wait_finished(request)
         assert request.finish is FinishReason.ERROR and request.error is not None
-        assert "did not answer for 1 s" in request.error and "rank 1" in request.error
+        assert "did not answer for 3 s" in request.error and "rank 1" in request.error
 
 
 def test_an_idle_engine_notices_that_a_rank_is_gone() -> None:
@@ -122,7 +122,7 @@ def test_other_ranks_end_with_rank_0(tmp_path: Path) -> None:
 
 def test_a_copy_that_fails_on_one_rank_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_FAILING_LOADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FAILING_COPIES), os.environ["PYTHONPATH"])))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FAILING_COPIES), os.environ.get("PYTHONPATH", ""))))
     engine = build_ranks(2, blocks=32, host_blocks=200, max_model_len=256)
     prompt = list(range(1, 121))
     first = generate(engine, prompt)
