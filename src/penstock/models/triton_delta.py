@@ -161,7 +161,7 @@ def _silu(x):
 
 @triton.jit(do_not_specialize=["num"])
 def gates_kernel(
-    rows_ptr,  # [num, 2 * HEADS]: for beta, then for the decay
+    given_ptr,  # [num, 2 * HEADS]: for beta, then for the decay
     rate_ptr,  # [HEADS]
     bias_ptr,
     decay_ptr,  # float32 [num, HEADS]
@@ -172,7 +172,7 @@ def gates_kernel(
 ):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     real, head = place < num * HEADS, place % HEADS
-    at = rows_ptr + place // HEADS * (2 * HEADS) + head
+    at = given_ptr + place // HEADS * (2 * HEADS) + head
     beta = tl.load(at, mask=real, other=0.0).to(tl.float32)
     x = tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
     # softplus, which is x itself where the exponential would overflow
