@@ -158,7 +158,7 @@ def test_every_flag_of_every_command_is_explained_and_none_is_taken_for_vllms():
         text = parser.format_help()
         assert parser.prog in text and not re.search(r"\(default: (None|\[\]|False)\)", text)
     with_engine = [parser for parser in found if "--max-batch" in parser._option_string_actions]
-    assert len(with_engine) == 10
+    assert len(with_engine) == 11
     flags = {SETTINGS[name].flag for name in ENGINE - {"lora"}}
     assert all(flags <= set(parser._option_string_actions) for parser in with_engine)
 
@@ -196,6 +196,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         "--kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 --sanitize strict "
         "--sanitize-json findings.json --sanitize-bytes --speculate draft:d --speculate-tokens 3 "
+        "--speculate-sampling rejection "
         "--trace trace.json --trace-mib 9 --kv-offload-states-gib 1.5 --state-every 64 "
         "--experts-on-device 25% --experts-policy lru --no-experts-prefetch --record-routing routing.jsonl "
         "--device-memory-gib 24 "
@@ -211,7 +212,7 @@ def test_every_engine_flag_reaches_the_config_by_command_line_and_by_name():
         OffloadConfig(True, 2.5, "cost", ssd_dir="kv", ssd_gib=7.0, **offload),
         SanitizeConfig("strict", "findings.json", True),
         LoraConfig((("a", "one"), ("org/b", "two=2")), "adapters"),
-        SpeculationConfig("draft:d", 3),
+        SpeculationConfig("draft:d", 3, "rejection"),
         TraceConfig("trace.json", 9),
         ExpertsConfig("25%", "lru", False, "routing.jsonl"),
         RanksConfig(4, 9.0),

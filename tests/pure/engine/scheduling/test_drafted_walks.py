@@ -408,8 +408,8 @@ class Asks(Script):
 
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
-def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
-    """No mask would apply to a draft."""
+def test_a_request_with_a_grammar_has_drafts_and_room_for_them(num_ahead: int) -> None:
+    """Each draft has a mask of its own."""
     world = World(0, False, 64, 1.0, 0.0)
     asks = world.script = world.scheduler._drafts.drafter = Asks(num_ahead)
     for id, grammar in (("plain", None), ("shaped", Grammar("regex", "a*"))):
@@ -420,11 +420,10 @@ def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: i
     rooms, run = list[tuple[str, int]](), world.run
     world.run = lambda plan: rooms.extend((one.request_id, one.room) for one in plan.chunks) or run(plan)  # type: ignore[method-assign, func-returns-value]
     world.finish()
-    assert asks.asked == {"plain"} and {
-        id: max(room for one, room in rooms if one == id) for id in world.said
-    } == {
+    assert asks.asked == {"plain", "shaped"}
+    assert {id: max(room for one, room in rooms if one == id) for id in world.said} == {
         "plain": num_ahead,
-        "shaped": 0,
+        "shaped": num_ahead,
     }
 
 
