@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.contract import KvSource, Request, SamplingParams, Totals
-from penstock.figures import Traffic
+from penstock.figures import ExpertFigures, Traffic
 from penstock.server import viewers
 from penstock.server.lives import Lives
 from penstock.server.viewers import MOST_ROWS
@@ -183,7 +183,7 @@ def test_a_paused_page_stands_still(open_page: OpenPage, monkeypatch: pytest.Mon
         expect(page.locator("#ends")).to_contain_text("ended: length")
 
 
-def test_tiers_states_and_drafts_are_shown_as_they_are(
+def test_tiers_states_drafts_and_experts_are_shown_as_they_are(
     open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ScriptedEngine()
@@ -192,8 +192,14 @@ def test_tiers_states_and_drafts_are_shown_as_they_are(
     )
     blocks = {"device": {"free": 50, "active": 50}, "host": {"free": 100, "idle": 0}, "remote": {}}
     kept = {"states": {"free": 3, "idle": 1}}
+    experts = ExpertFigures(num_slots=8, num_experts=32, hit=60, missed=20, copied_bytes=5_000_000)
     shown = dataclasses.replace(
-        engine.stats(), kv_blocks=blocks | kept, traffic=traffic, drafted=(4, 0), accepted=(3, 0)
+        engine.stats(),
+        kv_blocks=blocks | kept,
+        traffic=traffic,
+        drafted=(4, 0),
+        accepted=(3, 0),
+        experts=experts,
     )
     monkeypatch.setattr(engine, "stats", lambda: shown)
     monkeypatch.setattr(ScriptedEngine, "tiers", ("device", "host", "remote"))
@@ -210,6 +216,9 @@ def test_tiers_states_and_drafts_are_shown_as_they_are(
         expect(page.locator("#failures")).not_to_contain_text("breaker of states")
         expect(page.locator("#drafts")).to_contain_text("75 % of 4 kept")
         expect(page.locator("#drafts")).to_contain_text("none yet")
+        expect(page.locator("#experts")).to_contain_text("8 of 32")
+        expect(page.locator("#experts")).to_contain_text("75 % of 80 wanted")
+        expect(page.locator("#experts")).to_contain_text("5.0 MB")
 
 
 def test_an_engine_that_does_not_answer_is_not_shown_as_one_that_does_nothing(

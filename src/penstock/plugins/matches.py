@@ -55,7 +55,7 @@ class Matches:
             return Presence.MISS
         for tier in self._tiers:
             if tier.local:
-                if tier.find((key,), 0.0).num:
+                if tier.has(key):  # the engine tells of blocks that it uses
                     return Presence.HIT
             elif tier.usable:
                 return self._find_shared(tier, key, owner, chain)

@@ -208,6 +208,7 @@ def figures_of(look: Look) -> dict[str, Any]:
         "skipped_saves": None if traffic is None else traffic.skipped,
         "findings": stats.sanitizer,
         "drafts": [stats.drafted, stats.accepted] if stats.drafted else None,
+        "experts": stats.experts,
     }
 
 

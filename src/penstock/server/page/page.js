@@ -10,7 +10,9 @@
  *   tiers: Record<string, Tier>, flows: Flow[], first_token: number[], between_tokens: number[], retractions: number,
  *   failures: Record<string, number> | null, checksum_failures: Record<string, number> | null,
  *   skipped_saves: Record<string, number> | null, findings: Record<string, number>,
- *   drafts: [number[], number[]] | null}} Figures
+ *   drafts: [number[], number[]] | null, experts: Experts | null}} Figures
+ * @typedef {{num_slots: number, num_experts: number, hit: number, missed: number, guessed: number, guesses_used: number,
+ *   copied_bytes: number, waited_s: number}} Experts
  * @typedef {Record<string, number>} Source
  * @typedef {{id: string, route: string, arrived_s: number, state: string, ended: boolean, prompt_tokens: number,
  *   source: Source | null, first_s: number | null, tokens: number | null, total_s: number | null}} Row
@@ -380,6 +382,8 @@ function showNumbers(figures, memory) {
   showList(at("failures"), troubles);
   at("drafts-section").hidden = !figures.drafts;
   if (figures.drafts) showDrafts(figures.drafts);
+  at("experts-section").hidden = !figures.experts;
+  if (figures.experts) showExperts(figures.experts);
 }
 
 /** @param {[number[], number[]]} drafts */
@@ -388,6 +392,18 @@ function showDrafts([verified, kept]) {
   if (!place.firstChild) place.append(make("dl", "list"));
   const entries = verified.map((num, index) => [`draft ${index + 1}`, num ? `${percent(kept[index], num)} of ${number(num)} kept` : "none yet", ""]);
   showList(place.firstChild, /** @type {[string, string, string][]} */ (entries));
+}
+
+/** @param {Experts} experts */
+function showExperts(experts) {
+  const wanted = experts.hit + experts.missed;
+  showList(at("experts"), [
+    ["room on the device", `${number(experts.num_slots)} of ${number(experts.num_experts)}`, ""],
+    ["found there", wanted ? `${percent(experts.hit, wanted)} of ${number(wanted)} wanted` : "none yet", ""],
+    ["guesses", experts.guessed ? `${percent(experts.guesses_used, experts.guessed)} of ${number(experts.guessed)} used` : "none yet", ""],
+    ["copied to the device", size(experts.copied_bytes), ""],
+    ["steps waited", duration(experts.waited_s), ""],
+  ]);
 }
 
 // ------------------------------------------------------------------------------------------------------- requests
