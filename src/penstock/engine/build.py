@@ -512,7 +512,7 @@ def _executor(
     parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
     pool = _expert_pool(setup, models, lane)
     forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
-    replays = _replays(setup, limits, forward, sampler.pending, lane)
+    replays = _replays(setup, limits, forward, lambda: sampler.pending, lane)
     num_kept = num_kept_parts(sizes.residency.division, storage.cache.num_pageable)
     paged = _paged(setup, limits, storage.host_arena, forward, (lane, uploads, num_kept))
     target_pass = TargetPass(forward, replays, sampler.rejected, paged)
@@ -585,7 +585,7 @@ def _follower_executor(
     attention = _attention(*_target_part(arena, target, None), target.rope, target.config.num_kv_layers)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
     forward = Forward(target, attention, pending, begin)
-    replays = _replays(setup, limits, forward, pending, lane)
+    replays = _replays(setup, limits, forward, lambda: pending, lane)
     paged = _paged(setup, limits, host_arena, forward, (lane, uploads, 0))
     target_pass = TargetPass(forward, replays, rejected, paged)
     tokens = ranks.steps(limits, None, (pending, rejected))
@@ -615,13 +615,16 @@ def _sampling(
     return free, RejectionSampler(*given, draws=free if most else None), rows
 
 
-def _replays(setup: _Setup, limits: StepLimits, forward: Forward, pending: Tensor, lane: Lane) -> Replays:
+def _replays(
+    setup: _Setup, limits: StepLimits, forward: Forward, pending: Callable[[], Tensor], lane: Lane
+) -> Replays:
+    """`pending`: the last tokens, wherever they are by now."""
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
     buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
     if forward.state_drafts is not None:
         buckets += tuple(replace(one, has_drafts=True) for one in buckets if one.num_tokens > 1)
-    return Replays(lane, forward, packer, inputs, buckets, lambda: (pending, *forward.tensors))
+    return Replays(lane, forward, packer, inputs, buckets, lambda: (pending(), *forward.tensors))
 
 
 def _expert_pool(setup: _Setup, models: _Models, lane: Lane) -> ExpertPool | None:

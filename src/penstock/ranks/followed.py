@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class Followed:
         self.num_host_blocks = 0
         self.host_file = file  # -1: host memory is for this rank alone
         self._wire, self._timeout_s = wire, timeout_s
-        self._messages = SimpleQueue[RankMessage]()
+        self._messages = Queue[RankMessage]()
         self._over = threading.Event()
         wire.set_timeout(timeout_s)
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any
 
 from penstock.contract import StepPlan
@@ -39,7 +39,7 @@ class Peer:
     wire: RankWire
     process: subprocess.Popen[bytes] | None = None
     file: int = -1  # of its host memory, if that is shared
-    answers: SimpleQueue[RankMessage] = field(default_factory=SimpleQueue)  # READY
+    answers: Queue[RankMessage] = field(default_factory=Queue)  # READY
 
     def __str__(self) -> str:
         return f"rank {self.rank}" + ("" if self.process is None else f" (process {self.process.pid})")
