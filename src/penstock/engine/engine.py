@@ -36,6 +36,7 @@ from penstock.observe import EngineObserver, Unwatched, all_of
 log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0  # for an idle lane to end
+_LISTED_S = 10.0  # for a disk to say which snapshots it has
 
 
 class Engine:
@@ -234,6 +235,7 @@ class Engine:
                     self.parts.speculation.measure(measured)
         finally:
             table.release(self.parts.lanes[0].record())
+        self.snapshots.wait_listed(_LISTED_S)
 
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -520,8 +520,16 @@ class Snapshots:
         self._books = SnapshotBooks(cache, most_in_host, lambda: self._clock())
         # None: there is only the device, which requests need
         self._questions = Questions("snapshots", MOST_WAITING) if cache.host.num_slots else None
+        self._listed: Future[None] | None = None
         if self._questions is not None:
             self._questions.run(self._books.load)
+            self._listed = self._questions.begin(lambda: None)
+
+    def wait_listed(self, timeout_s: float) -> None:
+        """Block until the snapshots that an earlier process left on the disk pin their blocks. Before that,
+        writes may evict these. A disk that does not answer is given up."""
+        if self._listed is not None:
+            wait([self._listed], timeout_s)
 
     def taking(
         self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]

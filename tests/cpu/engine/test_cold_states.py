@@ -389,6 +389,7 @@ def test_a_snapshot_pins_the_state_at_its_boundary(
     if tier == "ssd":
         ended(engine)
         engine = scanned(start(**room, host_blocks=400))
+        engine.snapshots.wait_listed(60.0)
         fill(engine, prompts)
         engine.cache.reset(("device", "host"))
     tokens = np.frombuffer(engine.snapshots.open("talk").tokens, np.uint32).tolist()
