@@ -213,7 +213,7 @@ def piece_slots(layout: SlotLayout) -> int:
     return step * max(1, _PIECE_BYTES // (step * layout.block_bytes))
 
 
-# by arena of host memory, what makes it smaller
+# by arena of host memory: the flag that makes it smaller
 _FLAGS = {"host": "--kv-offload-host-gib", "kept states": "--kv-offload-states-gib"}
 
 

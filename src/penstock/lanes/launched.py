@@ -242,7 +242,7 @@ class LaunchedLane:
         self.record().wait_passed(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """The launcher ends with the last of its lanes: whoever closes them all ends it."""
+        """The launcher ends when the last of its lanes is closed."""
         started = time.monotonic()
         with self._submitting:
             self._closed = True
