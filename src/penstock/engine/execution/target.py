@@ -63,7 +63,7 @@ class TargetPass(Pass):
         self._submit_place(step)
         others = {"embed": (_embed_access(packed),), "blank": self._blank_accesses(step)}
         for op, layers, label, states in self.forward.ops(flow, packed.shape.is_decode):
-            ops.wait_layers(layers[1])
+            ops.wait_layers(self._end_of_blanks(step) if label == "blank" else layers[1])
             if layers[0] == layers[1]:
                 ops.submit(op, label, others.get(label, step.states(states)))
             elif packed.paged and self._paged is not None:
@@ -83,7 +83,7 @@ class TargetPass(Pass):
             lambda: move(inputs[: len(host)], host), "upload", [step.staged[1], only(INPUTS, Mode.WRITE)]
         )
         self._submit_place(step)
-        ops.wait_layers(self._num_layers)  # a replay cannot wait inside
+        ops.wait_layers(self._end_of_blanks(step))  # a replay cannot wait inside
         others = _embed_access(step.packed), only(INPUTS, Mode.READ), only(GRAPHS, Mode.WRITE)
         kept = *step.kv((0, self._num_layers)), *step.states((0, step.limits.state_layers))
         ops.replay(captured.replay, (*kept, *others, *self._blank_accesses(step)))
@@ -101,6 +101,10 @@ class TargetPass(Pass):
             place_unsure(inputs, unsure, self._rejected, step.limits.block_tokens)
 
         step.ops.submit(place, "place", [_embed_access(packed), only(INPUTS, Mode.WRITE)])
+
+    def _end_of_blanks(self, step: Step) -> int:
+        """Layers that a decode writes: with a proposer, those of its KV, too."""
+        return step.limits.num_layers if self.forward.blanks else self._num_layers
 
     def _blank_accesses(self, step: Step) -> tuple[Access, ...]:
         """A decode-only step blanks the draft KV of its tokens."""
