@@ -321,7 +321,8 @@ def _prompts(prompt: Any) -> list[list[int]]:
 
 def _ids_asked(fields: Json) -> set[str]:
     """Keys that are there besides."""
-    return {"token_ids", "prompt_token_ids"} if fields.get("return_token_ids") else set()
+    ids = {"token_ids", "prompt_token_ids"} if fields.get("return_token_ids") else set()
+    return ids | {"prompt_logprobs"} if fields.get("prompt_logprobs") is not None else ids
 
 
 def _read_completion(fields: Json, prompts: Sequence[list[int]], index: int, parts: list[Json]) -> Choice:
