@@ -17,6 +17,8 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution import warm
 from penstock.engine.execution.ahead import DraftPass
+from penstock.engine.execution.passes import StepOps
+from penstock.engine.execution.target import TargetPass
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.length import StepCosts
@@ -200,6 +202,39 @@ def test_what_is_decoded_while_nothing_is_drafted_is_left_out(pair: Any, prompts
     speculation.is_on = True
     run_all(engine)
     assert_same(found, right)
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["replayed", "eager"])
+def test_a_step_that_blanks_waits_for_all_layers_of_its_blocks(
+    is_eager: bool, pair: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds invariant 3: the head's layer of a block may still be on its way when those of the target are
+    there."""
+    _, engine = pair()
+    forced(engine, is_on=False)
+    if is_eager:
+        monkeypatch.setattr(TargetPass, "bucket_for", lambda *given: None)
+    waited, ends = [0], dict[str, int]()
+    wait, submitted, replayed = StepOps.wait_layers, StepOps.submit, StepOps.replay
+
+    def waits(ops: StepOps, end: int) -> None:
+        waited[0] = end
+        wait(ops, end)
+
+    def submits(ops: StepOps, op: Any, label: str, accesses: Any = ()) -> None:
+        ends[label] = waited[0]
+        submitted(ops, op, label, accesses)
+
+    def replays(ops: StepOps, *given: Any) -> None:
+        ends["blank"] = waited[0]
+        replayed(ops, *given)
+
+    monkeypatch.setattr(StepOps, "wait_layers", waits)
+    monkeypatch.setattr(StepOps, "submit", submits)
+    monkeypatch.setattr(StepOps, "replay", replays)
+    generate(engine, prompts(20), max_tokens=3)
+    assert ends["blank"] == engine.parts.arena.layout.num_layers
+    assert ends["blank"] > model_of(engine).config.num_layers
 
 
 @pytest.mark.parametrize("block_tokens", [8, 16])
