@@ -149,7 +149,7 @@ soak: setup-dev
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --speculate ngram
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --speculate draft:tiny-llama
 	$(ONE_THREAD) $(BIN)/penstock bench soak --sanitize --seconds $(SOAK_S) --device-kv-blocks 160 --kv-resident-tokens 448 --kv-residency scored
-	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine/test_stress.py $(ARGS)
+	$(ONE_THREAD) PENSTOCK_CROWDS=$(CROWDS) $(BIN)/python -m pytest -n 2 tests/cpu/engine -k random_crowd $(ARGS)
 
 # Writers on the SSD cache, killed with -9 KILLS times and stopped with their machine CRASHES times, for each of two loads, and files damaged
 # DAMAGES times thirteen hundred times; whatever is
