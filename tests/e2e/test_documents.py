@@ -33,7 +33,8 @@ def _set_up() -> None:
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    monkeypatch.setenv("PENSTOCK_WEIGHTS", "int4")  # which takes the least time
     with ExitStack() as stack:
         yield Page(tmp_path, stack)
 
