@@ -76,7 +76,7 @@ def wait_persisted(engine: Engine) -> None:
     done = engine.kv.begin_flush("persisted")
     while not done.done():
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
     done.result()
 
 
@@ -352,7 +352,7 @@ def test_a_request_that_is_cancelled_while_its_state_is_read_leaves_nothing_behi
     gone = submit(second, prompt)
     while "read" not in shared.stores[3].calls:
         if not second.step():
-            second.wait_work(0.1)
+            second.wait_work(0.01)
     second.cancel(gone.request_id)
     shared.stores[3].gate.let()
     run_all(second)

@@ -356,7 +356,7 @@ def test_blocks_of_another_head_are_not_found(
         persisting = engine.cache.persist()
         while persisting is not None and not persisting.settled:
             engine.step()
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
         assert found.source is not None
         sources.append(found.source.ssd)
         engine.close(timeout_s=20.0)
