@@ -122,10 +122,11 @@ docs-check: setup-dev
 
 # ---- checks
 
-# Types are checked beside the tests: alone they would take a minute of one core.
+# Types are checked beside the tests: alone they would take a minute of one core. Three workers on two cores: tests of stores that are
+# paused, of deadlines and of disks wait a sixth of their time or more.
 test: setup-dev lint
 	@$(BIN)/mypy & types=$$!; \
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 $(ARGS); \
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 $(ARGS); \
 	tests=$$?; wait $$types && exit $$tests
 
 # A prefill of 262144 tokens takes some minutes.

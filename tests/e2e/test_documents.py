@@ -33,8 +33,7 @@ def _set_up() -> None:
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
-    monkeypatch.setenv("PENSTOCK_WEIGHTS", "int4")  # which takes the least time
+def page(tmp_path: Path) -> Iterator[Page]:
     with ExitStack() as stack:
         yield Page(tmp_path, stack)
 
