@@ -40,10 +40,8 @@ from tests.support.forced import forced
 Prompts = Callable[..., list[int]]
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"logprobs": 2},
-    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.4},
-    {"repetition_penalty": 1.3},
-    {"prompt_logprobs": 1, "logprobs": 1},
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    {"prompt_logprobs": 1, "logprobs": 2},
 )
 
 
