@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-call"
 """Experts in host memory: computed there by the CPU, beside a copy to the GPU that computes them.
-`python benchmarks/experts_host.py` needs nothing but torch, and takes some 15 seconds.
+`python benchmarks/experts_host.py` needs nothing but torch, and takes some 10 seconds. What came of it:
+docs/decisions/0054-experts-are-not-computed-on-the-host.md.
 
 An expert has the size of one of qwen3-30b-a3b: 9.4 MB in bfloat16. Each run takes other experts of 1.2 GB, so
 none is in a cache. Times are of one layer that misses so many experts, with the choice on the host already:
@@ -16,7 +17,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,12 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HIDDEN, FFN, NUM_EXPERTS = 2048, 768, 128
-BYTES = 3 * HIDDEN * FFN * 2
 MISSED = (1, 2, 4, 8)
 ROWS = (1, 2, 4, 8)
 RUNS = 9
 Expert = tuple[Tensor, Tensor]  # gate and up, down
-Products = Callable[[Tensor, list[Expert]], list[Tensor]]
 
 
 def product(x: Tensor, expert: Expert) -> Tensor:
@@ -39,37 +37,9 @@ def product(x: Tensor, expert: Expert) -> Tensor:
     return F.linear(F.silu(gate) * up, expert[1])
 
 
-def by_all_threads(x: Tensor, experts: list[Expert]) -> list[Tensor]:
-    """One expert after another."""
+def products(x: Tensor, experts: list[Expert]) -> list[Tensor]:
+    """One expert after another, each by all threads: whole experts for single threads are slower."""
     return [product(x, expert) for expert in experts]
-
-
-class Workers:
-    """Threads with one core each. `parts`: of how many slices of its inner values an expert is the sum."""
-
-    def __init__(self, num: int, parts: int) -> None:
-        self._pool, self._parts = (
-            ThreadPoolExecutor(num, initializer=torch.set_num_threads, initargs=(1,)),
-            parts,
-        )
-        self.num = num
-
-    def __call__(self, x: Tensor, experts: list[Expert]) -> list[Tensor]:
-        size = FFN // self._parts
-        jobs = [
-            self._pool.submit(self._slice, x, expert, slice(part * size, (part + 1) * size))
-            for expert in experts
-            for part in range(self._parts)
-        ]
-        wait(jobs)
-        found = [job.result() for job in jobs]
-        return [torch.stack(found[at : at + self._parts]).sum(0) for at in range(0, len(found), self._parts)]
-
-    @staticmethod
-    def _slice(x: Tensor, expert: Expert, own: slice) -> Tensor:
-        gate_up, down = expert
-        inner = F.silu(F.linear(x, gate_up[:FFN][own])) * F.linear(x, gate_up[FFN:][own])
-        return F.linear(inner, down[:, own])
 
 
 def stacks(dtype: torch.dtype, num: int, pinned: bool) -> list[Expert]:
@@ -83,14 +53,8 @@ def stacks(dtype: torch.dtype, num: int, pinned: bool) -> list[Expert]:
     return list(zip(*found, strict=True))
 
 
-def timed_ms(run: Callable[[list[Expert]], object], groups: Iterator[list[Expert]]) -> float:
-    times = []
-    for _ in range(RUNS):
-        group = next(groups)
-        start = time.perf_counter()
-        run(group)
-        times.append((time.perf_counter() - start) * 1e3)
-    return median(times[1:])
+def bytes_of(expert: Expert) -> int:
+    return sum(one.nbytes for one in expert)
 
 
 def groups_of(experts: list[Expert], num: int) -> Iterator[list[Expert]]:
@@ -100,20 +64,14 @@ def groups_of(experts: list[Expert], num: int) -> Iterator[list[Expert]]:
         at += num
 
 
-def read_rate(num_threads: int) -> float:
-    """GB/s of a sum over 1 GB."""
-    torch.set_num_threads(num_threads)
-    values = torch.ones(1 << 28)
-    return values.numel() * 4 / min_s(values.sum, 4) / 1e9
-
-
-def min_s(run: Callable[[], object], num: int) -> float:
+def timed_ms(run: Callable[[list[Expert]], object], groups: Iterator[list[Expert]]) -> float:
     times = []
-    for _ in range(num):
+    for _ in range(RUNS):
+        group = next(groups)
         start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        run(group)
+        times.append((time.perf_counter() - start) * 1e3)
+    return median(times[1:])
 
 
 def about() -> str:
@@ -128,52 +86,30 @@ def about() -> str:
     return f"{cpu}; torch {torch.__version__}; {gpu}"
 
 
-def ways(cores: int) -> dict[str, Products]:
-    half = max(1, cores // 2)
-    return {
-        f"{cores} threads": by_all_threads,
-        f"{cores} workers": Workers(cores, 1),
-        f"{half} workers, halves": Workers(half, 2),
-        f"{cores} workers, quarters": Workers(cores, 4),
-    }
+def read_rate(num_threads: int) -> float:
+    """GB/s of a sum over 1 GB."""
+    torch.set_num_threads(num_threads)
+    values = torch.ones(1 << 28)
+    times_ms = [timed_ms(lambda _: values.sum(), groups_of([(values, values)], 1)) for _ in range(2)]
+    return values.nbytes / min(times_ms) / 1e6
 
 
-def cpu_table(experts: list[Expert], cores: int) -> tuple[str, Products]:
-    """Prints the rate of each way; returns the fastest for one row and four experts."""
+def cpu_table() -> None:
     shapes = [(num, rows) for rows in (1, 8) for num in (1, 4, 8)]
     print("\nGB/s of weights that the CPU computes with, one layer's missing experts at a time")
-    print(f"{'how':28}" + "".join(f"{f'{num} x {rows} rows':>12}" for num, rows in shapes))
-    best = 0.0
-    found: tuple[str, Products] = "", by_all_threads
-    for name, way in ways(cores).items():
-        line = f"{name:28}"
+    print(f"{'weights':20}" + "".join(f"{f'{num} x {rows} rows':>12}" for num, rows in shapes))
+    for dtype in (torch.bfloat16, torch.float32):
+        experts = stacks(dtype, NUM_EXPERTS * 2 // dtype.itemsize, False)
+        line = f"{dtype!s:20}"
         for num, rows in shapes:
-            x = torch.randn(rows, HIDDEN).to(experts[0][0].dtype)
-            ms = timed_ms(partial(way, x), groups_of(experts, num))
-            rate = num * sum(one.nbytes for one in experts[0]) / ms / 1e6
-            line += f"{rate:12.1f}"
-            if (num, rows) == (4, 1) and rate > best:
-                best, found = rate, (name, way)
+            x = torch.randn(rows, HIDDEN, dtype=dtype)
+            ms = timed_ms(partial(products, x), groups_of(experts, num))
+            line += f"{num * bytes_of(experts[0]) / ms / 1e6:12.1f}"
         print(line, flush=True)
-    return found
 
 
-def round_trip_ms(rows: int) -> float:
-    """Hidden rows to the host and the results of 8 experts back, with both waits."""
-    x, host = torch.randn(rows, HIDDEN, device="cuda"), torch.empty(rows, HIDDEN, pin_memory=True)
-    back = torch.empty(8 * rows, HIDDEN, pin_memory=True)
-
-    def run(_: object) -> None:
-        host.copy_(x, non_blocking=True)
-        torch.cuda.synchronize()
-        back.to("cuda", non_blocking=True)
-        torch.cuda.synchronize()
-
-    return timed_ms(run, groups_of([(x, x)], 1))
-
-
-def layer_table(experts: list[Expert], name: str, way: Products) -> None:
-    print(f"\nms of a layer; the CPU with {name}; rows to the host and back take {round_trip_ms(1):.3f} ms")
+def layer_table(experts: list[Expert]) -> None:
+    print("\nms of a layer")
     print(f"{'missed':>8}{'rows':>6}{'cpu':>9}{'link':>9}{'both':>9}{'link GB/s':>11}{'cpu GB/s':>10}")
     slots = [tuple(torch.empty_like(one, device="cuda") for one in experts[0]) for _ in range(max(MISSED))]
     stream = torch.cuda.Stream()
@@ -196,7 +132,7 @@ def layer_table(experts: list[Expert], name: str, way: Products) -> None:
         def cpu(group: list[Expert], x: Tensor = x, host: Tensor = host, found: Tensor = found) -> None:
             host.copy_(x, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-            own = torch.stack(way(host, group), out=found[: len(group)])
+            own = torch.stack(products(host, group), out=found[: len(group)])
             own.to("cuda", non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
@@ -208,7 +144,7 @@ def layer_table(experts: list[Expert], name: str, way: Products) -> None:
                 stream.synchronize()
 
             ms = [timed_ms(run, groups_of(experts, num)) for run in (cpu, link, both)]
-            rates = [num * BYTES / one / 1e6 for one in (ms[1], ms[0])]
+            rates = [num * bytes_of(experts[0]) / one / 1e6 for one in (ms[1], ms[0])]
             cells = "".join(f"{one:9.3f}" for one in ms)
             print(f"{num:8}{rows:6}{cells}{rates[0]:11.1f}{rates[1]:10.1f}", flush=True)
 
@@ -216,11 +152,10 @@ def layer_table(experts: list[Expert], name: str, way: Products) -> None:
 def difference(experts: list[Expert]) -> None:
     """Whether the place of an expert's product can be seen in its result."""
     x = torch.randn(8, HIDDEN).bfloat16()
-    here = [product(x, expert) for expert in experts[:16]]
-    there = [product(x.cuda(), (one[0].cuda(), one[1].cuda())).cpu() for one in experts[:16]]
-    a, b = torch.stack(here), torch.stack(there)
-    share = (a != b).float().mean().item() * 100
-    worst = ((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
+    here = torch.stack(products(x, experts[:16]))
+    there = torch.stack([product(x.cuda(), (one[0].cuda(), one[1].cuda())).cpu() for one in experts[:16]])
+    share = (here != there).float().mean().item() * 100
+    worst = ((here.float() - there.float()).abs().max() / there.float().abs().max()).item()
     print(
         f"\nresults of CPU and GPU: {share:.1f} % of the values differ, by {worst:.1e} of the largest at most"
     )
@@ -229,20 +164,16 @@ def difference(experts: list[Expert]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
-    args = parser.parse_args()
+    cores = parser.parse_args().cores
     print(about())
-    counts = sorted({1, max(1, args.cores // 4), max(1, args.cores // 2), args.cores})
-    rates = ", ".join(f"{num}: {read_rate(num):.0f}" for num in counts)
-    print(f"GB/s that so many threads read: {rates}")
-    torch.set_num_threads(args.cores)
-    has_gpu = torch.cuda.is_available()
-    experts = stacks(torch.bfloat16, NUM_EXPERTS, has_gpu)
+    counts = sorted({1, max(1, cores // 4), max(1, cores // 2), cores})
+    print("GB/s that so many threads read: " + ", ".join(f"{num}: {read_rate(num):.0f}" for num in counts))
+    torch.set_num_threads(cores)
     with torch.inference_mode():
-        name, way = cpu_table(experts, args.cores)
-        print("\nthe same with weights in float32", end="")
-        cpu_table(stacks(torch.float32, NUM_EXPERTS // 2, False), args.cores)
-        if has_gpu:
-            layer_table(experts, name, way)
+        cpu_table()
+        if torch.cuda.is_available():
+            experts = stacks(torch.bfloat16, NUM_EXPERTS, True)
+            layer_table(experts)
             difference(experts)
 
 
