@@ -384,7 +384,7 @@ LARGE = ModelSource("qwen3-30b-a3b", load_format="dummy", device="cuda")
 
 @pytest.mark.parametrize(
     ("free_gib", "kv_gib", "room_gib"),
-    [(24, None, 12.81), (24, 8.0, 9.5), (48, None, 31.13), (80, 30.0, 43.5), (80, None, None)],
+    [(24, None, 10.08), (24, 8.0, 6.77), (48, None, 33.92), (80, 30.0, 40.77), (80, None, None)],
 )
 def test_auto_takes_what_kv_leaves_of_a_gpu(
     free_gib: int, kv_gib: float | None, room_gib: float | None, monkeypatch: pytest.MonkeyPatch
@@ -403,14 +403,14 @@ def test_auto_takes_what_kv_leaves_of_a_gpu(
 @pytest.mark.parametrize(
     ("engine", "kv", "beside"),
     [
-        ({"max_model_len": 16384}, {}, "4.38 GiB for KV, a quarter of what is left"),
+        ({"max_model_len": 8192}, {}, "2.85 GiB for KV, an eighth of what is left"),
         ({}, {}, "4.69 GiB for KV, 1.25 times a request of 40960 tokens"),
         (
             {"max_model_len": 131072},
             {"resident_tokens": 65536},
             "7.50 GiB for KV, 1.25 times a request of 65536 tokens",
         ),
-        ({"max_model_len": 131072}, {}, "8.75 GiB for KV, half of what is left"),
+        ({"max_model_len": 131072}, {}, "11.38 GiB for KV, half of what is left"),
         ({"max_model_len": 8192, "max_batch": 4}, {}, "3.00 GiB for KV, 4 requests of 8192 tokens"),
         ({}, {"device_gib": 3.0}, "3.00 GiB for KV, as given"),
         ({}, {"device_blocks": 1024}, "1.50 GiB for KV, as given"),
@@ -419,13 +419,13 @@ def test_auto_takes_what_kv_leaves_of_a_gpu(
 def test_auto_gives_kv_what_the_requests_can_use_and_says_why(
     engine: dict[str, Any], kv: dict[str, Any], beside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a GPU with 24 GiB; 1,024 tokens of KV take 96 MiB. KV is sized by what is left then."""
+    """Of a GPU with 32 GiB; 1,024 tokens of KV take 96 MiB. KV is sized by what is left then."""
     config = Config(LARGE, KvConfig(**kv), engine=EngineConfig(**engine))
-    room = room_of(24, config)
+    room = room_of(32, config)
     assert room.beside == beside
     facts, device = inspect_model(LARGE), torch.device("cuda", 0)
     rest = facts.num_parameters * 2 - routed.all_expert_bytes(facts.config, torch.bfloat16)
-    monkeypatch.setattr(sizing, "free_bytes", lambda _: 24 * GIB - rest - room.num_bytes)
+    monkeypatch.setattr(sizing, "free_bytes", lambda _: 32 * GIB - rest - room.num_bytes)
     layout = sizing.layout_for(config, facts.config, device)
     model: Any = SimpleNamespace(config=facts.config, device=device)
     blocks = sizing.blocks_that_fit(config, layout, model)
