@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from penstock.bench.routing import replay
-from penstock.config import GIB, Config, EngineConfig, ExpertsConfig, KvConfig, ModelSource
+from penstock.config import (
+    GIB,
+    Config,
+    EngineConfig,
+    ExpertsConfig,
+    KvConfig,
+    ModelSource,
+    SpeculationConfig,
+)
 from penstock.contract import FinishReason
 from penstock.engine import build as build_module
 from penstock.engine import routed, sizing
@@ -430,6 +438,23 @@ def test_auto_gives_kv_what_the_requests_can_use_and_says_why(
     model: Any = SimpleNamespace(config=facts.config, device=device)
     blocks = sizing.blocks_that_fit(config, layout, model)
     assert blocks * layout.block_bytes / GIB == pytest.approx(float(beside.split()[0]), abs=0.01)
+
+
+@pytest.mark.parametrize(("proposer", "is_pooled"), [(None, False), ("draft:qwen3-4b", True)])
+def test_auto_counts_the_weights_of_a_draft_model(
+    proposer: str | None, is_pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that holds all experts holds 7.5 GiB less of them beside a draft model."""
+    monkeypatch.setattr(build_module, "free_bytes", lambda device: 74 * GIB)
+    monkeypatch.setattr(routed, "free_bytes", lambda device: 120 * GIB)
+    config = Config(
+        LARGE,
+        experts=ExpertsConfig("auto"),
+        speculation=SpeculationConfig(proposer),
+        kv=KvConfig(device_gib=4.0),
+    )
+    of = build_module._as_routed(config, inspect_model(LARGE), torch.device("cuda", 0))
+    assert of.source.experts_in_host is is_pooled
 
 
 def test_host_memory_that_cannot_hold_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
