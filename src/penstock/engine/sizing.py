@@ -22,6 +22,7 @@ from penstock.kv.build import KvGroup
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, StateLayout, free_bytes
 from penstock.models.decoder import Decoder
+from penstock.models.delta_rule import CHUNK_TOKENS
 from penstock.models.loader import inspect_model
 from penstock.models.model import ModelConfig, Recurrence
 from penstock.speculation.draft import num_draft_layers
@@ -177,6 +178,9 @@ def working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> fl
     states = state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
+        per_token += (
+            c.recurrence.num_bytes / len(c.recurrence.layers) / CHUNK_TOKENS
+        )  # kept before each chunk
         states += num_replayed(config, device, num_drafts) * c.vocab * item_bytes
     return tokens * per_token + (config.engine.max_batch + num_drafts) * c.vocab * per_logit + states
 
