@@ -25,7 +25,7 @@ _STATE_EVERY = 8192  # tokens: a step of prompts on CUDA; a state takes less tha
 # fields that must be as by default
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
-    KvConfig: ("residency", "pin_spans", "scorer", "events"),
+    KvConfig: ("events",),
     LoraConfig: ("adapters", "dir"),
 }
 

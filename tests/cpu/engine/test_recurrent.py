@@ -347,7 +347,6 @@ def test_more_states_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 REFUSED: dict[str, dict[str, Any]] = {
     "--deterministic": {"deterministic": True},
-    "--kv-residency": {"kv": KvConfig(residency="scored")},
     "--kv-events": {"kv": KvConfig(events=True)},
     "--lora": {"lora": LoraConfig((("a", "somewhere"),))},
     "--lora-dir": {"lora": LoraConfig(dir="somewhere")},
