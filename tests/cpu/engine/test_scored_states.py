@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
 from penstock.engine.scheduling.boundaries import AtBoundaries
-from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.engine.test_kept_states import all_at_rest, assert_right, expected, states_of
 from tests.cpu.engine.test_speculation import PLANS, Script, answered
-from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, tiny_config
+from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit
 
 Prompts = Callable[..., list[int]]
 Start = Callable[..., Engine]
@@ -46,18 +45,9 @@ def _figures_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Sanitized engines; a sequence has 512 tokens on the device."""
-    made = []
-
-    def start(**settings: Any) -> Engine:
-        made.append(build_sanitized(tiny_config(MODEL, **{**SMALL, **settings})))
-        return made[-1][0]
-
-    yield start
-    for engine, sanitizer in made:
-        engine.close(timeout_s=60.0)
-        check_silent(sanitizer)
+def start(make_engine: Start) -> Start:
+    """Engines of which a sequence has 512 tokens on the device."""
+    return lambda **settings: make_engine(MODEL, **{**SMALL, **settings})
 
 
 def give_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +97,8 @@ def test_an_exact_request_begins_where_a_scored_one_has_attended_to_all(
 def test_no_other_request_finds_a_state_of_tokens_that_saw_a_part(
     start: Start, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds invariant 15b. An exact request with the same tokens keeps states of its own."""
+    """Holds invariant 15: the first writer wins, so it must not be a scored one. An exact
+    request with the same tokens keeps states of its own."""
     engine = start(state_every=64)
 
     def last_found(prompt: list[int], mode: str) -> int:
