@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import KvSource
-from penstock.engine import build as build_module
+from penstock.engine import sizing
 from penstock.engine.engine import Engine
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
@@ -52,10 +52,8 @@ def start(make_engine: Start) -> Start:
 
 def give_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of more than 128 tokens are deep, and have room for all of their parts."""
-    with_deep, room = build_module._with_deep, {"deep_blocks": 8, "resident_blocks": 180}
-    monkeypatch.setattr(
-        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room)
-    )
+    with_deep, room = sizing.with_deep, {"deep_blocks": 8, "resident_blocks": 180}
+    monkeypatch.setattr(sizing, "with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room))
 
 
 @pytest.fixture
