@@ -10,7 +10,6 @@ from dataclasses import replace
 from penstock.config import (
     Config,
     KvConfig,
-    LoraConfig,
     ModelSource,
     OffloadConfig,
     Settings,
@@ -26,7 +25,6 @@ _STATE_EVERY = 8192  # tokens: a step of prompts on CUDA; a state takes less tha
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("events",),
-    LoraConfig: ("adapters", "dir"),
 }
 
 
@@ -40,7 +38,7 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
             if given:
                 raise ConfigError(f"{flag} {given:g}: this model has no recurrent layers")
         return config
-    for part in (config.source, config.kv, config.lora):
+    for part in (config.source, config.kv):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 flag = "--kv-events" if one.field == "events" else one.flag

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import EngineConfig, KvConfig, LoraConfig
+from penstock.config import EngineConfig, KvConfig
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
@@ -348,8 +348,6 @@ def test_more_states_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 REFUSED: dict[str, dict[str, Any]] = {
     "--deterministic": {"deterministic": True},
     "--kv-events": {"kv": KvConfig(events=True)},
-    "--lora": {"lora": LoraConfig((("a", "somewhere"),))},
-    "--lora-dir": {"lora": LoraConfig(dir="somewhere")},
 }
 
 
