@@ -21,7 +21,7 @@ if not INTERPRETED and not torch.cuda.is_available():
         allow_module_level=True,
     )
 
-from penstock.engine import build  # noqa: E402
+from penstock.engine import sizing  # noqa: E402
 from penstock.engine.execution import states as states_  # noqa: E402
 from penstock.engine.execution.batch import Shape  # noqa: E402
 from penstock.models.delta_rule import (  # noqa: E402
@@ -171,7 +171,7 @@ def test_an_engine_with_these_kernels_gets_the_tokens_of_the_readable_form(
     padding, whose lengths no host knows."""
     monkeypatch.setattr(states_, "form_for", lambda dims, device: TritonDelta())
     shapes = (Shape(1, 1, 1), Shape(2, 2, 2), Shape(8, 1, 1), Shape(17, 3, 3, num_beside=1))
-    monkeypatch.setattr(build, "_buckets", lambda config, limits, device: shapes if capture else ())
+    monkeypatch.setattr(sizing, "buckets_for", lambda config, limits, device: shapes if capture else ())
     config = tiny_config("tiny-qwen3.5", device=DEVICE, max_batch=2, prefill_chunk=16, capture=capture)
     engine, sanitizer = build_sanitized(config)
     asked = [[(7 * place + seed) % 500 for place in range(length)] for seed, length in enumerate((21, 5, 2))]

@@ -17,7 +17,7 @@ import torch
 
 from penstock.config import EngineConfig, KvConfig
 from penstock.contract import Access, FinishReason, KvSource, Mode, StepPlan
-from penstock.engine import build
+from penstock.engine import build, sizing
 from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import STATES, StatePass, StepOps
 from penstock.engine.execution.replays import cuda_buckets
@@ -62,7 +62,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     def buckets(config: Any, limits: Any, device: object) -> Any:
         return cuda_buckets(limits.max_rows, limits.prefill_chunk)
 
-    monkeypatch.setattr(build, "_buckets", buckets)
+    monkeypatch.setattr(sizing, "buckets_for", buckets)
 
 
 # --------------------------------------------------------------------------------------------- steps and rows
@@ -336,7 +336,7 @@ def test_the_states_have_the_size_that_is_counted(make_engine: MakeEngine) -> No
     dims = BUILT_IN[MODEL].recurrence
     assert dims is not None
     held = sum(tensor.nbytes for tensor in slots_of(make_engine(MODEL, max_batch=5)).tensors)
-    assert held == build._state_bytes(dims, 5) == 6 * dims.num_bytes
+    assert held == sizing.state_bytes(dims, 5) == 6 * dims.num_bytes
 
 
 def test_more_states_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
