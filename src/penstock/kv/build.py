@@ -22,6 +22,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
+from penstock.kv.state_events import KvEventsUpToStates, StateReports
 from penstock.kv.states import KEPT_STATES, ColdStates, KeptStates, states_in
 from penstock.kv.tiers.cold import COLD_LANES, ColdLimits, ColdTier, cpu_lanes
 from penstock.kv.tiers.host import HostTier
@@ -131,7 +132,7 @@ def open_cache(
     parts = [moves.through(one, host_arena) for one in stores]
     cold = [open_cold(one, host_arena, _limits_of(one, host_arena, config), observers) for one in parts]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))
-    events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
+    events = None if reports is None else _open_events(reports, group, stores)
     states = None
     if state_arena is not None:
         states = _open_states(config, state_stores, state_arena, tiers.loads.costs, observers)
@@ -166,10 +167,11 @@ def _open_states(
     return KeptStates(pool, ColdStates(host, cold, costs.limits, costs))
 
 
-def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockStore]) -> KvEvents:
+def _open_events(reports: KvReports, group: KvGroup, stores: Sequence[BlockStore]) -> KvEvents:
     disk = next((store for store in stores if isinstance(store, SsdStore)), None)
-    kept = None if disk is None else TokenFile(disk, block_tokens * TOKEN_BYTES)
-    return KvEvents(reports, block_tokens, kept)
+    kept = None if disk is None else TokenFile(disk, group.layout.block_tokens * TOKEN_BYTES)
+    made = KvEvents if group.states is None else KvEventsUpToStates
+    return made(reports, group.layout.block_tokens, kept)
 
 
 def num_states(config: Config, layout: StateLayout) -> int:
@@ -252,23 +254,24 @@ def make_movers(
 
 
 def _open_both(
-    config: Config, scope: Scope, group: KvGroup, observer: PoolObserver | None
+    config: Config, scope: Scope, group: KvGroup, reports: KvReports | None
 ) -> tuple[Sequence[BlockStore], Sequence[BlockStore]]:
     """The stores of blocks, and those of states, if there are any: a space of its own in each store, with
     1 / `_STATES_SHARE` of the disk."""
     digest, disk, states = scope.digest(), config.offload, group.states
     if states is None:
         space = Space(digest, group.layout.block_bytes)
-        return _open_stores(config, space, disk.ssd_dir, disk.ssd_gib, observer), ()
+        return _open_stores(config, space, disk.ssd_dir, disk.ssd_gib, reports), ()
     of_states = blake2b(states.fingerprint, key=digest, digest_size=SCOPE_BYTES).digest()
     state_gib = disk.ssd_gib / _STATES_SHARE
     folder = None if disk.ssd_dir is None else str(Path(disk.ssd_dir) / STATES_FOLDER)
     with contextlib.ExitStack() as undo:
         spaces = Space(digest, group.layout.block_bytes), Space(of_states, states.block_bytes)
-        blocks = _open_stores(config, spaces[0], disk.ssd_dir, disk.ssd_gib - state_gib, observer)
+        blocks = _open_stores(config, spaces[0], disk.ssd_dir, disk.ssd_gib - state_gib, reports)
         for store in blocks:
             undo.callback(store.close)
-        found = blocks, _open_stores(config, spaces[1], folder, state_gib, None)
+        state_reports = None if reports is None else StateReports(reports)
+        found = blocks, _open_stores(config, spaces[1], folder, state_gib, state_reports)
         undo.pop_all()
     return found
 
