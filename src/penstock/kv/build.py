@@ -40,7 +40,8 @@ from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
-_STATES_GIB = 2.0
+_STATES_GIB = 2.0  # or more, if more KV is cached
+_TOKENS_PER_STATE = 8192  # docs/decisions/0051
 _STATES_FREE_SHARE = 0.125
 _MOST_STATES = 1 << 14  # of a tiny model
 _LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
@@ -123,7 +124,8 @@ def open_cache(
     checks = None
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
-    state_arena = _state_arena(config, group, device)
+    num_cached = (num_blocks + host_arena.num_slots) * layout.block_tokens
+    state_arena = _state_arena(config, group, device, num_cached)
     # may raise; before anything runs
     stored = replace(group, layout=moves.stored or layout)
     stores, state_stores = _open_both(config, scope, stored, reports)
@@ -140,10 +142,10 @@ def open_cache(
     return Opened(cache, arena, guard, host_arena, state_arena)
 
 
-def _state_arena(config: Config, group: KvGroup, device: torch.device) -> HostArena | None:
+def _state_arena(config: Config, group: KvGroup, device: torch.device, num_cached: int) -> HostArena | None:
     if group.states is None:
         return None
-    return HostArena(group.states, num_states(config, group.states), device, KEPT_STATES)
+    return HostArena(group.states, num_states(config, group.states, num_cached), device, KEPT_STATES)
 
 
 def _limits_of(store: BlockStore, arena: HostArena, config: Config) -> ColdLimits:
@@ -174,11 +176,12 @@ def _open_events(reports: KvReports, group: KvGroup, stores: Sequence[BlockStore
     return made(reports, group.layout.block_tokens, kept)
 
 
-def num_states(config: Config, layout: StateLayout) -> int:
-    """Slots of host memory for kept states."""
+def num_states(config: Config, layout: StateLayout, num_cached: int) -> int:
+    """Slots of host memory for kept states. `num_cached`: tokens of which device and host memory have KV."""
     gib = config.offload.states_gib
     if gib is None:
-        gib = min(_STATES_GIB, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
+        gib = max(_STATES_GIB, num_cached // _TOKENS_PER_STATE * layout.block_bytes / GIB)
+        gib = min(gib, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
     num = int(gib * GIB) // layout.block_bytes
     if num < 1:
         size = f"{layout.block_bytes / (1 << 20):.1f} MiB"

@@ -54,11 +54,13 @@ class KvEventsUpToStates(KvEvents):
             here = self._states[tier]
             if change.is_here != (change.key in here):
                 here ^= {change.key}
-                self._count(change.key, 1 if change.is_here else -1, found)
+                self._add(change.key, 1 if change.is_here else -1)
+                self._look_again(change.key, found)
         else:
             gone, self._states[tier] = self._states.get(tier, set()), set()
             for key in gone:
-                self._count(key, -1, found)
+                self._add(key, -1)
+                self._look_again(key, found)
 
     def _begin(self, here: Mapping[str, set[bytes]]) -> None:
         super()._begin({tier: keys for tier, keys in here.items() if not tier.endswith(STATES)})
@@ -73,10 +75,6 @@ class KvEventsUpToStates(KvEvents):
 
     def _unsay(self, tier: str, key: bytes, found: Merged) -> None:
         self._unname(tier, key, found)
-        self._look_again(key, found)
-
-    def _count(self, key: bytes, change: int, found: Merged) -> None:
-        self._add(key, change)
         self._look_again(key, found)
 
     def _add(self, key: bytes, change: int) -> None:
