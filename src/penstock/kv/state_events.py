@@ -12,16 +12,16 @@ States in a shared store are not known, as its blocks are not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from penstock.contract import Fence
 from penstock.figures import STATES
 from penstock.kv.events import Change, KvEvents, KvReports, Merged, Told
 from penstock.kv.tiers.ssd.tokens import TokenFile
-from penstock.observe import PoolObserver
 
 
-class StateReports(PoolObserver):
-    """Of the states on a disk, whose pool has the name of the blocks' one."""
+class StateReports:
+    """A `PoolObserver` of the states on a disk, whose pool has the name of the blocks' one."""
 
     def __init__(self, reports: KvReports) -> None:
         self._reports = reports
@@ -34,6 +34,18 @@ class StateReports(PoolObserver):
 
     def evicted(self, pool: str, slot: int, key: bytes) -> None:
         self._reports.evicted(f"{pool} {STATES}", slot, key)
+
+    def moved(self, pool: str, slots: Sequence[int], old: str, new: str, owner: str) -> None:
+        """Does nothing."""
+
+    def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
+        """Does nothing."""
+
+    def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
+        """Does nothing."""
+
+    def closed(self, pool: str, left: Sequence[str]) -> None:
+        """Does nothing."""
 
 
 class KvEventsUpToStates(KvEvents):
