@@ -50,6 +50,7 @@ ODD = Recurrence((0, 1), 1, 3, 24, 40, window=3)  # nothing is a power of two
 QWEN = Recurrence((0,), 16, 32, 128, 128, window=4)
 DIMS = {"tiny": TINY, "odd": ODD} if INTERPRETED else {"tiny": TINY, "odd": ODD, "qwen": QWEN}
 TOLERANCE = 2e-5  # of values of about 1
+ROUNDED = 2e-5 if INTERPRETED else 2e-3  # of prompts of a model in 16 bits
 dims_of = pytest.mark.parametrize("name", DIMS)
 
 
@@ -154,7 +155,8 @@ def test_one_token_of_each_request_runs_through_its_state_in_place(
 def test_prompts_of_any_lengths_run_through_their_states_in_one_step(
     name: str, num_decodes: int, prompts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    check(made(DIMS[name], num_decodes, prompts, dtype), DIMS[name])
+    tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
+    check(made(DIMS[name], num_decodes, prompts, dtype), DIMS[name], tolerance)
 
 
 @dims_of
