@@ -251,7 +251,7 @@ class RankPart(NamedTuple):
                     if len(part.shape) == 1:  # read as one row
                         cut.put(room.unsqueeze(1), slice(0, part.shape[0]), values.reshape(-1, 1))
                     else:
-                        cut.put(room, rows, values.reshape(-1, part.shape[1]))
+                        cut.put(room.flatten(1), rows, values.reshape(-1, math.prod(part.shape[1:])))
         return out
 
 
