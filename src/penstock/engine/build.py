@@ -74,9 +74,11 @@ from penstock.kv.memory import (
     BlockLayout,
     DeviceArena,
     HostArena,
+    StateLayout,
     free_bytes,
     limit_memory,
 )
+from penstock.kv.states import KEPT_STATES
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
@@ -468,7 +470,7 @@ def _executor(
         guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
         drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    states = _states(dims.recurrence, limits, storage.states, sampler)
+    states = _states(dims.recurrence, limits, storage.states, sampler.rejected)
     parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
     pool = _expert_pool(setup, models, lane)
     forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
@@ -485,7 +487,7 @@ def _executor(
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
-        setup.ranks.steps(limits, storage.host_arena, (sampler.pending, sampler.rejected)),
+        setup.ranks.steps(limits, (storage.host_arena, storage.states), (sampler.pending, sampler.rejected)),
         None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
         None if drafts is None else DraftPass(drafts, rows, replays, masks),
     ]
@@ -500,6 +502,7 @@ class FollowerParts(NamedTuple):
     lanes: Sequence[Lane]  # the first computes
     arena: DeviceArena
     host_arena: HostArena | None
+    states: HostArena | None  # kept states of recurrent layers
     observers: Observers
 
 
@@ -515,27 +518,38 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
     layout = sizing.layout_for(config, loaded.model.config, setup.device)
     num_blocks = sizing.blocks_that_fit(config, layout, loaded.model)
     num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
-    arena, host_arena = DeviceArena(layout, num_blocks, setup.device), None
-    if ranks.num_host_blocks:
-        host_arena = HostArena(layout, ranks.num_host_blocks, setup.device, file=ranks.host_file)
-        host_arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
-    lane = setup.lane("compute")
-    executor = _follower_executor(setup, ranks, loaded, (arena, host_arena), lane)
+    states = sizing.state_layout(config, loaded.model.config)
+    hosts = (
+        _follower_host(setup, layout, ranks.host_slots[0], ranks.host_file),
+        None if states is None else _follower_host(setup, states, ranks.host_slots[1], name=KEPT_STATES),
+    )
+    arena, lane = DeviceArena(layout, num_blocks, setup.device), setup.lane("compute")
+    executor = _follower_executor(setup, ranks, loaded, (arena, *hosts), lane)
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)
         warm.capture_all(executor, silent)
-    return FollowerParts(executor, setup.lanes, arena, host_arena, observers)
+    return FollowerParts(executor, setup.lanes, arena, *hosts, observers)
+
+
+def _follower_host(
+    setup: _Setup, layout: BlockLayout | StateLayout, num_slots: int, file: int = -1, name: str = "host"
+) -> HostArena | None:
+    if not num_slots:
+        return None
+    arena = HostArena(layout, num_slots, setup.device, name, file)
+    arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
+    return arena
 
 
 def _follower_executor(
     setup: _Setup,
     ranks: Followed,
     loaded: LoadedModel,
-    arenas: tuple[DeviceArena, HostArena | None],
+    arenas: tuple[DeviceArena, HostArena | None, HostArena | None],
     lane: Lane,
 ) -> Executor:
-    """The passes that have collectives."""
-    arena, host_arena = arenas
+    """The passes that have collectives, and those of states."""
+    arena, host_arena, kept = arenas
     limits, target, uploads = ranks.limits, loaded.model, Uploads(setup.device, lane)
     assert limits is not None
     pending = torch.zeros(
@@ -544,17 +558,26 @@ def _follower_executor(
     rejected = torch.zeros(limits.max_batch + 1, dtype=torch.int32, device=setup.device)
     attention = _attention(*_target_part(arena, target, None), target.rope, target.config.num_kv_layers)
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    forward = Forward(target, attention, pending, begin)
+    states = _states(target.config.recurrence, limits, kept, rejected)
+    forward = Forward(target, attention, pending, begin, None, (states.slots, states.drafts))
     replays = _replays(setup, limits, forward, lambda: pending, lane)
     paged = _paged(setup, limits, host_arena, forward, (lane, uploads, 0))
     target_pass = TargetPass(forward, replays, rejected, paged)
-    tokens = ranks.steps(limits, None, (pending, rejected))
-    passes = (target_pass, *(() if paged is None else (paged,)), PromptLogprobsPass(target, uploads), tokens)
+    state_pass = None if states.slots is None else StatePass(states.slots, states.kept)
+    passes: list[Pass | None] = [
+        target_pass,
+        state_pass,
+        paged,
+        PromptLogprobsPass(target, uploads),
+        ranks.steps(limits, None, (pending, rejected)),
+        None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
+    ]
     masks = Masks(
         Grammars(loaded.tokenizer, target.config.vocab, sorted(target.config.eos_ids)), limits.max_batch, lane
     )
     blank = functools.cache(lambda: blank_weights(target.config, target.dtype, target.device))
-    return Executor(lane, limits, passes, target_pass, masks, lambda adapter: blank())
+    present = tuple(one for one in passes if one is not None)
+    return Executor(lane, limits, present, target_pass, masks, lambda adapter: blank())
 
 
 def _sampling(
@@ -615,10 +638,10 @@ class _States(NamedTuple):
     drafts: StateDrafts | None = None
 
 
-def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, sampler: Sampler) -> _States:
+def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, rejected: Tensor) -> _States:
     if dims is None:
         return _States()
-    num_rows, device = limits.max_batch, sampler.rejected.device
+    num_rows, device = limits.max_batch, rejected.device
     needed, free = sizing.state_bytes(dims, num_rows, limits.max_drafts), free_bytes(device)
     if needed > free:
         raise ConfigError(
@@ -626,7 +649,7 @@ def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None,
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
     slots = StateSlots(STATES, dims, torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device))
-    drafts = StateDrafts(slots, limits.max_rows, sampler.rejected) if limits.max_drafts else None
+    drafts = StateDrafts(slots, limits.max_rows, rejected) if limits.max_drafts else None
     return _States(slots, None if kept is None else StateSlots(kept.name, dims, kept.tensor), drafts)
 
 

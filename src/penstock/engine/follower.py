@@ -135,8 +135,9 @@ class Follower:
             copies.close()
         for lane in self._parts.lanes:
             lane.close(_END_S)
-        if self._parts.host_arena is not None:
-            self._parts.host_arena.close()
+        for arena in (self._parts.host_arena, self._parts.states):
+            if arena is not None:
+                arena.close()
 
 
 def check_alike(config: Config, other: Config) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import RankLost
 from penstock.kv.build import Moves
-from penstock.kv.memory import BlockLayout, HostArena
+from penstock.kv.memory import BlockLayout
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
@@ -43,7 +43,7 @@ class Followed:
         self.size = together.split.size
         self.together = together
         self.limits: StepLimits | None = None  # set by `num_blocks`, as is the next one
-        self.num_host_blocks = 0
+        self.host_slots = [0, 0]  # for blocks, and for kept states
         self.host_file = file  # -1: host memory is for this rank alone
         self._wire, self._timeout_s = wire, timeout_s
         self._messages = Queue[RankMessage]()
@@ -66,11 +66,11 @@ class Followed:
         if message.kind is not MessageKind.BEGIN:
             raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
         found = message.fields
-        self.limits, self.num_host_blocks = StepLimits(**found["limits"]), int(found["num_host_blocks"])
+        self.limits, self.host_slots = StepLimits(**found["limits"]), found["host_slots"]
         self.host_file = self.host_file if found["shares_host"] else -1
         return self.limits.padding_slot  # the slot behind all others
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass:
+    def steps(self, limits: StepLimits, hosts: object, tokens: tuple[Tensor, ...]) -> Pass:
         return FollowedSteps(self.together, tokens)
 
     def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:

@@ -45,6 +45,7 @@ FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
 JOIN_S = 120.0  # for a process to start, and to import torch
 _LOOPBACK = "127.0.0.1"
 _CONTROL = "penstock/control"  # the name of rank 0's address in torchrun's store
+Hosts = tuple[HostArena | None, HostArena | None]
 
 # ---------------------------------------------------------------------------------------- what ranks change
 
@@ -66,9 +67,9 @@ class Ranks(Protocol):
     def wait_built(self) -> None:
         """Until every rank can run steps and copies."""
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
-        """The pass behind the sampling. `tokens`: the device's last tokens, and what goes with them. From
-        here on all ranks have the same sizes."""
+    def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
+        """The pass behind the sampling. `hosts`: of blocks, and of kept states. `tokens`: the device's last
+        tokens, and what goes with them. From here on all ranks have the same sizes."""
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         """`lost` is called once, from any thread, when a rank is lost."""
@@ -94,7 +95,7 @@ class Alone:
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return num_blocks
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
+    def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
         return None
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
@@ -138,9 +139,9 @@ class Led:
         self._shares_host = True
         return PartedStore(store, HostParts(arena, stored, spans, files))
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
-        num_host_blocks = 0 if host is None else host.num_slots
-        sizes = {"num_host_blocks": num_host_blocks, "shares_host": self._shares_host}
+    def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
+        host_slots = [0 if host is None else host.num_slots for host in hosts]
+        sizes = {"host_slots": host_slots, "shares_host": self._shares_host}
         self._leader.begin({"limits": asdict(limits), **sizes})
         return LedSteps(self._together, tokens, self._leader)
 

@@ -24,17 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import Config
-from penstock.contract import Chunk, Echo, StepPlan
+from penstock.contract import Chunk, Echo, StateMove, StepPlan
 from penstock.errors import InvariantBroken, RankLost
 
 _HEAD = struct.Struct("<BI")
 _MOST_BYTES = 1 << 30
 _NUMBERS = ("row", "start", "writes", "num_logits", "num_unsure", "next_token", "num_left_out", "room")
 # Work that other ranks cannot do yet. The flags that lead to it are refused.
-_UNSUPPORTED = ("adapter", "scoring", "state")
+_UNSUPPORTED = ("adapter", "scoring")
+# per chunk: the slots of kept states that its row begins with and ends in (-1: none)
+_MOVES = 2
 # per chunk: tokens, slots, host slots (-1: none), prompt tokens whose logprobs are wanted (-1: none),
 # alternatives
 _SIZES = 5
+_NO_MOVE = StateMove()
 _TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
 
 Words = NDArray[np.int32]
@@ -123,6 +126,8 @@ def step_words(plan: StepPlan) -> Words:
     echoes, paged = [chunk.echo for chunk in chunks], [chunk.paged for chunk in chunks]
     hosted = [slots for slots in paged if slots is not None]
     targets = [echo.tokens for echo in echoes if echo is not None]
+    moves = [chunk.state or _NO_MOVE for chunk in chunks]
+    states = ([-1 if slot is None else slot for slot in column] for column in zip(*moves, strict=True))
     sizes = (
         map(len, map(_TOKENS_OF, chunks)),
         map(len, map(_SLOTS_OF, chunks)),
@@ -130,7 +135,7 @@ def step_words(plan: StepPlan) -> Words:
         (-1 if echo is None else len(echo.tokens) for echo in echoes),
         (0 if echo is None else echo.num_top for echo in echoes),
     )
-    columns = (*(map(attrgetter(name), chunks) for name in _NUMBERS), *sizes)
+    columns = (*(map(attrgetter(name), chunks) for name in _NUMBERS), *states, *sizes)
     return np.concatenate(
         [
             np.array([plan.number, plan.num_decodes, plan.num_ahead, len(chunks)], np.int32),
@@ -147,9 +152,9 @@ def step_words(plan: StepPlan) -> Words:
 def step_of(words: Words) -> StepPlan:
     """The step again. Requests have the names of their rows."""
     number, num_decodes, num_ahead, num = (int(word) for word in words[:4])
-    width = len(_NUMBERS) + _SIZES
+    width = len(_NUMBERS) + _MOVES + _SIZES
     table, rest = words[4 : 4 + width * num].reshape(width, num), words[4 + width * num :]
-    sizes = table[len(_NUMBERS) :]
+    sizes = table[-_SIZES:]
     parts, start = list[list[Words]](), 0
     for lengths in sizes[:-1].clip(min=0).tolist():  # tokens of all chunks, then their slots, and so on
         ends = start + np.cumsum(lengths, dtype=np.int64)
@@ -160,11 +165,12 @@ def step_of(words: Words) -> StepPlan:
         tokens, slots, paged, targets = (part[index] for part in parts)
         values: dict[str, Any] = dict(zip(_NUMBERS, row, strict=False))
         values["writes"] = bool(values["writes"])
+        move = StateMove(*(None if slot < 0 else slot for slot in row[len(_NUMBERS) : -_SIZES]))
         _, _, num_paged, num_echoed, num_top = row[-_SIZES:]
         echo = None if num_echoed < 0 else Echo(tuple(targets.tolist()), num_top)
         host = None if num_paged < 0 else paged
-        own = tuple(tokens.tolist())
-        chunks.append(Chunk(f"row {row[0]}", tokens=own, slots=slots, paged=host, echo=echo, **values))
+        values |= {"paged": host, "echo": echo, "state": None if move == _NO_MOVE else move}
+        chunks.append(Chunk(f"row {row[0]}", tokens=tuple(tokens.tolist()), slots=slots, **values))
     return StepPlan(number, tuple(chunks), num_decodes, num_ahead=num_ahead)
 
 
