@@ -83,7 +83,7 @@ from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
 from penstock.lanes.launched import LaunchedLane
-from penstock.models.adapters import blank_weights, read_adapter
+from penstock.models.adapters import ReadAdapter, blank_weights, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, ModelFacts, inspect_model, load_model
@@ -93,7 +93,7 @@ from penstock.models.progress import Progress, silent
 from penstock.models.registry import architecture_of
 from penstock.models.split import part_of
 from penstock.observe import Observers, all_of
-from penstock.ranks.followed import Followed
+from penstock.ranks.followed import Followed, FollowedAdapters
 from penstock.ranks.launched import check_supported
 from penstock.ranks.start import Alone, Ranks, open_ranks, share_devices
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -266,12 +266,9 @@ def _trace(setup: _Setup) -> TraceFile | None:
 
 
 def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine:
-    config, loaded, read = (
-        setup.config,
-        models.loaded,
-        lambda directory: read_adapter(directory, models.target),
-    )
-    adapters = open_store(config.lora, loaded.name, read, setup.progress)
+    config, loaded = setup.config, models.loaded
+    read, dropped = setup.ranks.adapters(_reads_adapters(loaded))
+    adapters = open_store(config.lora, loaded.name, read, setup.progress, dropped)
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
@@ -517,6 +514,7 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
     loaded = _load(setup, config.source)
     layout = sizing.layout_for(config, loaded.model.config, setup.device)
     num_blocks = sizing.blocks_that_fit(config, layout, loaded.model)
+    ranks.adapters(_reads_adapters(loaded))
     num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
     states = sizing.state_layout(config, loaded.model.config)
     hosts = (
@@ -551,7 +549,7 @@ def _follower_executor(
     """The passes that have collectives, and those of states."""
     arena, host_arena, kept = arenas
     limits, target, uploads = ranks.limits, loaded.model, Uploads(setup.device, lane)
-    assert limits is not None
+    assert limits is not None and ranks.loaded is not None
     pending = torch.zeros(
         (limits.max_batch + 1, 1 + limits.num_ahead), dtype=torch.int32, device=setup.device
     )
@@ -575,9 +573,8 @@ def _follower_executor(
     masks = Masks(
         Grammars(loaded.tokenizer, target.config.vocab, sorted(target.config.eos_ids)), limits.max_batch, lane
     )
-    blank = functools.cache(lambda: blank_weights(target.config, target.dtype, target.device))
     present = tuple(one for one in passes if one is not None)
-    return Executor(lane, limits, present, target_pass, masks, lambda adapter: blank())
+    return Executor(lane, limits, present, target_pass, masks, _weights_of(ranks.loaded, target))
 
 
 def _sampling(
@@ -670,10 +667,16 @@ def _paged(
     return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, *keys))
 
 
-def _weights_of(adapters: AdapterStore, model: Decoder) -> Callable[[Adapter], AdapterWeights]:
+def _reads_adapters(loaded: LoadedModel) -> ReadAdapter:
+    return lambda directory: read_adapter(directory, loaded.model, loaded.dims)
+
+
+def _weights_of(
+    adapters: AdapterStore | FollowedAdapters, model: Decoder
+) -> Callable[[Adapter], AdapterWeights]:
     """Steps that warm up run with an adapter that is in no store."""
     blank = functools.cache(lambda: blank_weights(model.config, model.dtype, model.device))
-    return lambda adapter: blank() if adapter is warm.BLANK else adapters.weights_of(adapter)
+    return lambda adapter: adapters.weights_of(adapter) if adapter.digest else blank()
 
 
 def _close(close: Callable[[], None]) -> None:

@@ -110,6 +110,9 @@ class Follower:
                     launched = self._parts.executor.launch(step_of(message.words))
                     self._read()
                     self._running = launched
+                elif message.kind is MessageKind.DROP:
+                    assert self._ranks.loaded is not None
+                    self._ranks.loaded.drop(message.fields["digest"])
                 elif message.kind is MessageKind.COPY:
                     order = CopyOrder.of(message.words)
                     self._copies[order.direction].submit(order, (self._lane.record(), *self._copied()))

@@ -105,6 +105,12 @@ class Cut(NamedTuple):
         spans = (*self.rows, *(() if self.columns is None else (self.columns,)))
         return any(span.num < span.room for span in spans)
 
+    def of(self, whole: Tensor) -> Tensor:
+        """What the rank has of a matrix."""
+        own = whole.new_zeros(self.shape(tuple(whole.shape)))
+        self.put(own, slice(0, len(whole)), whole)
+        return own
+
     def put(self, room: Tensor, rows: slice, values: Tensor) -> None:
         """Of some `rows` of the whole tensor, copy those that belong into `room`. A vector is a matrix of one
         column."""

@@ -10,7 +10,6 @@ from penstock.config import (
     Config,
     ExpertsConfig,
     KvConfig,
-    LoraConfig,
     ModelSource,
     SanitizeConfig,
     Settings,
@@ -22,7 +21,6 @@ from penstock.errors import ConfigError
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("residency", "pin_spans", "scorer"),
-    LoraConfig: ("adapters", "dir"),
     ExpertsConfig: ("on_device", "order", "guesses", "record"),
     SanitizeConfig: ("check_bytes",),
 }
@@ -32,7 +30,7 @@ def check_supported(config: Config) -> None:
     """Raises ConfigError by the name of a flag that several ranks do not support."""
     if config.ranks.size == 1:
         return
-    for part in (config.source, config.kv, config.lora, config.experts, config.sanitize):
+    for part in (config.source, config.kv, config.experts, config.sanitize):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 raise ConfigError(f"{one.flag} is not supported with --tensor-parallel")

@@ -25,11 +25,12 @@ import penstock
 from penstock import __version__
 from penstock.config import Config
 from penstock.engine.execution.passes import Pass, StepLimits
-from penstock.errors import ConfigError, RankLost
+from penstock.errors import ConfigError, ModelError, RankLost, TransferFailed
 from penstock.kv.build import Moves
 from penstock.kv.memory import BlockLayout, HostArena
 from penstock.kv.tiers.store import BlockStore
 from penstock.kv.transfer import Mover
+from penstock.models.adapters import AdapterFiles, ReadAdapter
 from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
 from penstock.models.split import RankHeads, Section, SplitOps
@@ -56,6 +57,9 @@ class Ranks(Protocol):
     size: int
 
     def ops(self, ops: LayerOps) -> LayerOps: ...
+
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        """`read` on every rank, and what ends the use of one that was read, by its digest."""
 
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Blocks that every rank has room for, once all have loaded the model."""
@@ -92,6 +96,9 @@ class Alone:
     def ops(self, ops: LayerOps) -> LayerOps:
         return ops
 
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        return read, lambda digest: None
+
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return num_blocks
 
@@ -117,6 +124,18 @@ class Led:
 
     def ops(self, ops: LayerOps) -> LayerOps:
         return SplitOps(ops, self._together.split, self._together)
+
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        def read_everywhere(directory: Path) -> AdapterFiles:
+            files = read(directory)
+            try:
+                self._leader.order_adapter(os.path.abspath(directory), files.digest).wait()
+            except TransferFailed as error:
+                self._leader.drop_adapter(files.digest)
+                raise ModelError(f"{directory}: {error}") from error
+            return files
+
+        return read_everywhere, self._leader.drop_adapter
 
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return self._leader.ready(digest, num_blocks, progress)

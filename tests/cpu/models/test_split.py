@@ -14,9 +14,11 @@ from torch import Tensor
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
+from penstock.models.adapters import read_adapter
 from penstock.models.delta_rule import DeltaInputs, LayerStates, Prompts, ReadableDelta
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, load_model
+from penstock.models.lora import LoraRun, LoraRuns
 from penstock.models.model import ModelConfig, Recurrence, Routing, Split
 from penstock.models.progress import silent
 from penstock.models.split import SplitOps
@@ -34,6 +36,7 @@ from penstock.testing.tiny_models import (
     TINY_SMOLLM3,
     write_tiny_model,
 )
+from tests.support.adapters import ALL_MODULES, adapter_tensors, write_adapter
 
 CPU, WHOLE = torch.device("cpu"), Split()
 UNEVEN = replace(
@@ -138,20 +141,26 @@ def loaded(source: ModelSource, ranks: Ranks | None, split: Split) -> LoadedMode
     return load_model(source, CPU, torch.float32, chosen, silent)
 
 
-def logits(source: ModelSource, ranks: Ranks | None = None, split: Split = WHOLE) -> Tensor:
+def logits(
+    source: ModelSource, adapter: Path | None = None, ranks: Ranks | None = None, split: Split = WHOLE
+) -> Tensor:
+    """With `adapter`, the last tokens run with it."""
     with torch.inference_mode():
-        model = loaded(source, ranks, split).model
+        found, lora = loaded(source, ranks, split), None
+        model = found.model
+        if adapter is not None:
+            lora = LoraRuns([LoraRun(4, 9, read_adapter(adapter, model, found.dims).weights)])
         hidden, residual = model.embed(torch.arange(9, dtype=torch.int32) * 7), None
         for layer in range(model.config.num_layers):
-            hidden, residual = model.layer(layer, hidden, residual, Attends(model.config))
+            hidden, residual = model.layer(layer, hidden, residual, Attends(model.config), lora)
         assert residual is not None
         return model.head(hidden, residual)
 
 
-def in_parts(source: ModelSource, size: int) -> list[Tensor]:
+def in_parts(source: ModelSource, size: int, adapter: Path | None = None) -> list[Tensor]:
     ranks = Ranks(size)
     with ThreadPoolExecutor(size) as pool:
-        parts = [pool.submit(logits, source, ranks, Split(rank, size)) for rank in range(size)]
+        parts = [pool.submit(logits, source, adapter, ranks, Split(rank, size)) for rank in range(size)]
         return [part.result() for part in parts]
 
 
@@ -164,8 +173,12 @@ def test_parts_together_compute_the_logits_of_the_whole(name: str, size: int, tm
         with pytest.raises(ModelError, match=f"--tensor-parallel {size} must divide the heads"):
             loaded(source, Ranks(size), Split(0, size))
         return
-    whole = logits(source)
-    for part in in_parts(source, size):
+    adapter, dims = None, MODELS[name]
+    if dims.recurrence is None:
+        modules = (*ALL_MODULES, "qkv_proj", "gate_up_proj")
+        adapter = write_adapter(tmp_path / "adapter", adapter_tensors(dims, 1, modules=modules))
+    whole = logits(source, adapter)
+    for part in in_parts(source, size, adapter):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
 
 

@@ -13,11 +13,12 @@ import pytest
 
 from penstock.contract import Grammar
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, ModelError
 from penstock.models.model import ModelConfig, Recurrence, Routing
 from penstock.models.split import SplitOps
 from penstock.ranks.start import Alone
-from penstock.testing.tiny_models import TINY_GEMMA3, TINY_QWEN3_5, write_tiny_model
+from penstock.testing.tiny_models import TINY_GEMMA3, TINY_QWEN3, TINY_QWEN3_5, write_tiny_model
+from tests.support.adapters import write_random_adapter
 from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, wait_scanned
 from tests.support.ranks import build_ranks, open_led_alone
 
@@ -65,7 +66,10 @@ def pair(
     """One rank, and two."""
     dims, settings = PAIRS[request.param]
     directory = None if dims is None else write_tiny_model(tmp_path_factory.mktemp("model"), dims)
-    engines = [build_ranks(size, **SIZES | settings, directory=directory) for size in (1, 2)]
+    lora = None
+    if dims is None:
+        lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), TINY_QWEN3, seed=9)
+    engines = [build_ranks(size, **SIZES | settings, directory=directory, lora=lora) for size in (1, 2)]
     yield engines[0], engines[1]
     for engine in engines:
         engine.close(timeout_s=20.0)
@@ -147,6 +151,50 @@ def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[
         assert engine.stats().retractions > before
     for right, found in zip(*answers, strict=True):
         assert_same(found, right)
+
+
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_adapters_are_divided_as_the_model_is(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """Loaded, replaced and unloaded while requests run, in steps with other adapters and with none."""
+    dims = pair[0].parts.executor.target.model.config
+    for seed in range(3):
+        write_random_adapter(tmp_path / str(seed), dims, seed, rank=2 + seed)
+    answers = []
+    for engine in pair:
+        store = engine.adapters
+        loaded = [store.load(f"adapter-{seed}", tmp_path / str(seed)).adapter for seed in range(2)]
+        first = store.find("tuned")
+        assert first is not None
+        asked = [
+            submit(engine, prompt(40), adapter=adapter, salt="lora", max_tokens=12, temperature=0.6, seed=1)
+            for adapter in (*loaded, None, loaded[0], first.adapter)
+        ]
+        for _ in range(4):
+            engine.step()
+        store.load("adapter-0", tmp_path / "2")
+        assert store.unload("adapter-1")
+        run_all(engine)
+        replaced = store.load("again", tmp_path / "2").adapter
+        asked.append(generate(engine, prompt(40), adapter=replaced, salt="lora", max_tokens=12))
+        answers.append(asked)
+    for right, found in zip(*answers, strict=True):
+        assert_same(found, right)
+    assert len({tuple(one.tokens) for one in answers[0]}) == 5
+
+
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_an_adapter_that_a_rank_cannot_read_is_refused(
+    pair: tuple[Engine, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the engine goes on."""
+    engine, dims = pair[1], pair[0].parts.executor.target.model.config
+    write_random_adapter(tmp_path / "here", dims, 0)
+    monkeypatch.setattr("penstock.ranks.start.os.path.abspath", lambda path: f"{path}/not there")
+    with pytest.raises(ModelError, match="is no directory"):
+        engine.adapters.load("one", tmp_path / "here")
+    monkeypatch.undo()
+    loaded = engine.adapters.load("one", tmp_path / "here").adapter
+    assert generate(engine, prompt(20), adapter=loaded).tokens
 
 
 def test_drafts_by_prompt_lookup_are_verified_on_all_ranks(pair: tuple[Engine, Engine]) -> None:
