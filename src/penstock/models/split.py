@@ -27,7 +27,7 @@ from penstock.errors import ModelError
 from penstock.models.layers import OpsAround
 from penstock.models.model import Experts, LayerOps, ModelConfig, Recurrence, Split, Weight
 
-_WHOLE = ("router", "router_bias", "shared_gate")  # and norms, but those over all heads together
+_WHOLE = ("router", "router_bias", "shared_gate", "fc")  # and norms, but those over all heads together
 
 
 class Section(NamedTuple):
@@ -64,6 +64,16 @@ class RankHeads(NamedTuple):
             return cls(share(num, split), Section(split.rank * num_kv // size, 1, 1))
         kv = share(num_kv, split)
         return cls(kv.times(num // num_kv), kv)
+
+
+def need_even_heads(config: ModelConfig, split: Split, of: str) -> None:
+    """Raises ModelError if a rank has empty heads. Needed where these are normalised together with others, or
+    where keys of zeros are masked, as those of drafts are."""
+    if RankHeads.of(config, split).query.room * split.size != config.num_heads:
+        raise ModelError(
+            f"--tensor-parallel {split.size} must divide the heads of {of}: {config.num_heads}, and "
+            f"{config.num_kv_heads} of KV"
+        )
 
 
 def part_of(config: ModelConfig, split: Split) -> ModelConfig:
@@ -133,11 +143,7 @@ def cut_of(
     rows, is_alone = shape[0], len(shapes) == 1
     every, heads = Section(0, rows, rows), RankHeads.of(config, split)
     if name in ("q_norm", "k_norm") and rows != config.head_dim:
-        if heads.query.room * split.size != config.num_heads:
-            raise ModelError(
-                f"--tensor-parallel {split.size} must divide the heads of models of architecture "
-                f"{config.architecture}: {config.num_heads}, and {config.num_kv_heads} of KV"
-            )
+        need_even_heads(config, split, f"models of architecture {config.architecture}")
         return Cut(((heads.query if name == "q_norm" else heads.kv).times(config.head_dim),))
     if name in _WHOLE or name.endswith("norm"):
         return Cut((every,))

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, Queue
+from typing import Any
 
 from torch import Tensor
 
 from penstock.contract import Adapter
+from penstock.engine.execution.ahead import Drafts, Guesser
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import ModelError, RankLost
 from penstock.kv.build import Moves
@@ -26,7 +28,7 @@ from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
 from penstock.ranks.collectives import Collectives
-from penstock.ranks.passes import FollowedSteps
+from penstock.ranks.passes import FollowedSteps, SharedDrafts, SharedDraws
 from penstock.ranks.wire import MessageKind, RankMessage, RankWire
 
 log = logging.getLogger(__name__)
@@ -112,7 +114,10 @@ class Followed:
         return self.limits.padding_slot  # the slot behind all others
 
     def steps(self, limits: StepLimits, hosts: object, tokens: tuple[Tensor, ...]) -> Pass:
-        return FollowedSteps(self.together, tokens)
+        return FollowedSteps(self.together, tokens, limits.num_ahead > 0)
+
+    def drafts(self, guesser: Guesser, draws: object, *given: Any) -> Drafts:
+        return SharedDrafts(guesser, SharedDraws(None, self.together), *given)
 
     def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
         return Moves()

@@ -34,8 +34,12 @@ def check_supported(config: Config) -> None:
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 raise ConfigError(f"{one.flag} is not supported with --tensor-parallel")
-    if config.speculation.kind not in (None, "ngram"):
-        raise ConfigError(f"--speculate {config.speculation.kind} is not supported with --tensor-parallel")
+    kind, has_stores = config.speculation.kind, config.offload.ssd_dir or config.offload.remote
+    if kind in ("draft", "eagle") and has_stores:  # its blocks depend on the number of ranks
+        raise ConfigError(
+            "--kv-offload-ssd-dir and --kv-offload-remote are not supported with --tensor-parallel and "
+            f"--speculate {kind}"
+        )
 
 
 def is_follower(config: Config, environ: Mapping[str, str]) -> bool:

@@ -24,6 +24,8 @@ from torch import Tensor
 import penstock
 from penstock import __version__
 from penstock.config import Config
+from penstock.engine.execution.ahead import Drafts, Guesser
+from penstock.engine.execution.draws import Draws
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import ConfigError, ModelError, RankLost, TransferFailed
 from penstock.kv.build import Moves
@@ -39,7 +41,7 @@ from penstock.ranks.copies import LedCopier, LedMover
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.leader import Leader, Peer
 from penstock.ranks.parts import HostParts, PartedStore
-from penstock.ranks.passes import LedSteps
+from penstock.ranks.passes import LedSteps, SharedDrafts, SharedDraws
 from penstock.ranks.wire import MessageKind, RankWire, config_fields
 
 FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
@@ -75,6 +77,9 @@ class Ranks(Protocol):
         """The pass behind the sampling. `hosts`: of blocks, and of kept states. `tokens`: the device's last
         tokens, and what goes with them. From here on all ranks have the same sizes."""
 
+    def drafts(self, guesser: Guesser, draws: Draws | None, pending: Tensor, block_tokens: int) -> Drafts:
+        """What makes drafts on every rank. `draws`: on rank 0."""
+
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         """`lost` is called once, from any thread, when a rank is lost."""
 
@@ -104,6 +109,10 @@ class Alone:
 
     def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
         return None
+
+    def drafts(self, guesser: Guesser, draws: Draws | None, *given: Any) -> Drafts:
+        assert draws is not None
+        return Drafts(guesser, draws, *given)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         pass
@@ -162,7 +171,10 @@ class Led:
         host_slots = [0 if host is None else host.num_slots for host in hosts]
         sizes = {"host_slots": host_slots, "shares_host": self._shares_host}
         self._leader.begin({"limits": asdict(limits), **sizes})
-        return LedSteps(self._together, tokens, self._leader)
+        return LedSteps(self._together, tokens, limits.num_ahead > 0, self._leader)
+
+    def drafts(self, guesser: Guesser, draws: Draws | None, *given: Any) -> Drafts:
+        return SharedDrafts(guesser, SharedDraws(draws, self._together), *given)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         self._leader.watch(lost)

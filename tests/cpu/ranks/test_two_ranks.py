@@ -10,17 +10,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
+from penstock.config import SpeculationConfig
 from penstock.contract import Grammar
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequest, ModelError
-from penstock.models.model import ModelConfig, Recurrence, Routing
+from penstock.models.model import ModelConfig, OtherRope, Recurrence, Routing
 from penstock.models.split import SplitOps
 from penstock.ranks.start import Alone
-from penstock.testing.tiny_models import TINY_GEMMA3, TINY_QWEN3, TINY_QWEN3_5, write_tiny_model
+from penstock.speculation.vocab import DraftVocab
+from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_QWEN3,
+    TINY_QWEN3_5,
+    tiny_tensors,
+    write_tiny_model,
+)
+from tests.cpu.engine.test_mtp_engine import write_random_head
 from tests.support.adapters import write_random_adapter
 from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, wait_scanned
-from tests.support.ranks import build_ranks, open_led_alone
+from tests.support.forced import forced
+from tests.support.ranks import build_ranks, open_led_alone, ranks_config
+from tests.support.shipped import shipped_tensors
 
 SIZES = {"blocks": 32, "host_blocks": 200, "max_batch": 6, "max_model_len": 256, "overcommit": 4.0}
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -52,10 +66,11 @@ HYBRID = replace(
     recurrence=Recurrence((0, 1, 2), 2, 4, 16, 16, window=4, interleaved=True),
 )
 # Windows and a state for each row: models that the scheduler treats in another way.
+WINDOWS = replace(TINY_GEMMA3, num_layers=3, windows=(40, 0, 40), other_rope=OtherRope((0, 2), 1000.0))
 PAIRS: dict[str, tuple[ModelConfig | None, dict[str, Any]]] = {
-    "qwen3": (None, {}),
-    "hybrid": (HYBRID, {"model": "tiny-qwen3.5", "speculate": "ngram", "state_every": 32}),
-    "gemma3": (TINY_GEMMA3, {"model": "tiny-llama", "host_blocks": 700, "blocks": 24}),
+    "qwen3": (None, {"speculate": "ngram"}),
+    "hybrid": (HYBRID, {"model": "tiny-qwen3.5", "speculate": "mtp", "state_every": 32}),
+    "gemma3": (WINDOWS, {"model": "tiny-llama", "host_blocks": 300, "blocks": 24}),
 }
 
 
@@ -65,11 +80,16 @@ def pair(
 ) -> Iterator[tuple[Engine, Engine]]:
     """One rank, and two."""
     dims, settings = PAIRS[request.param]
-    directory = None if dims is None else write_tiny_model(tmp_path_factory.mktemp("model"), dims)
-    lora = None
+    directory, lora = None, None
     if dims is None:
         lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), TINY_QWEN3, seed=9)
+    else:
+        tensors = tiny_tensors(dims) | ({} if dims.recurrence is None else shipped_tensors(dims))
+        directory = write_tiny_model(tmp_path_factory.mktemp("model"), dims, tensors=tensors)
     engines = [build_ranks(size, **SIZES | settings, directory=directory, lora=lora) for size in (1, 2)]
+    for engine in engines:
+        if engine.parts.speculation is not None:
+            forced(engine)
     yield engines[0], engines[1]
     for engine in engines:
         engine.close(timeout_s=20.0)
@@ -197,11 +217,53 @@ def test_an_adapter_that_a_rank_cannot_read_is_refused(
     assert generate(engine, prompt(20), adapter=loaded).tokens
 
 
-def test_drafts_by_prompt_lookup_are_verified_on_all_ranks(pair: tuple[Engine, Engine]) -> None:
-    repeated = prompt(12) * 4
+def drafts_of(engine: Engine) -> NDArray[np.int64]:
+    """Verified and kept so far."""
+    counts = engine.parts.scheduler.counts
+    return np.array([sum(counts.drafted_by_place), sum(counts.accepted_by_place)])
+
+
+@pytest.mark.parametrize("pair", ["qwen3", "hybrid"], indirect=True)
+def test_drafts_are_those_of_one_rank(pair: tuple[Engine, Engine]) -> None:
+    repeated, before = prompt(12) * 4, [drafts_of(engine) for engine in pair]
     both(pair, lambda engine: generate(engine, repeated, max_tokens=40, salt="repeats"))
-    speculates = pair[1].parts.speculation is not None
-    assert all(bool(sum(engine.stats().drafted)) == speculates for engine in pair)
+    right, found = (drafts_of(engine) - first for engine, first in zip(pair, before, strict=True))
+    assert right.tolist() == found.tolist() and right[0] > 0
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [("draft", "rejection"), ("mtp", "coupled")])
+def test_models_and_heads_draft_on_all_ranks(kind: str, sampling: Any, tmp_path: Path) -> None:
+    """In crowds, and after their KV has returned from host memory."""
+    answers, counts = [], []
+    proposer = "draft:tiny-llama" if kind == "draft" else f"mtp:{written_head(tmp_path)}"
+    for size in (1, 2):
+        config = ranks_config(size, **SIZES)
+        engine = build(replace(config, speculation=SpeculationConfig(proposer, 3, sampling)))
+        forced(engine)
+        for _ in range(2):
+            asked = [
+                submit(engine, prompt(40 + i, seed=i), max_tokens=14, temperature=i % 2 * 0.7, seed=i)
+                for i in range(5)
+            ]
+            run_all(engine)
+            settle_all(engine)
+            engine.cache.reset(("device",))
+            answers.append(asked)
+        counts.append(drafts_of(engine).tolist())
+        engine.close(timeout_s=20.0)
+    for asked in answers[1:]:
+        for right, found in zip(answers[0], asked, strict=True):
+            assert_same(found, right)
+    assert counts[0] == counts[1] and counts[0][0] > 40
+
+
+def written_head(directory: Path) -> Path:
+    """For tiny-qwen3, of a part of its vocabulary."""
+    engine = build_ranks(1)
+    vocab = DraftVocab(torch.arange(3, 500, 3), TINY_QWEN3.vocab, "ids")
+    head = write_random_head(directory / "head", engine.parts.executor.target.model, vocab=vocab)
+    engine.close(timeout_s=20.0)
+    return head
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3.5"])
