@@ -29,7 +29,7 @@ from penstock.speculation.eagle import read_eagle_config
 CPU_KV_GIB = 1.0
 # share of the memory that is free after loading weights, left for activations, graphs and the sampler
 _CUDA_SPARE_SHARE = 0.1
-_CUDA_SPARE_GIB = 1.0  # least spare on top of `working_bytes`: graphs, libraries, fragmentation
+_CUDA_SPARE_GIB = 2.0  # least spare on top of `working_bytes`: graphs, libraries
 # more than 8192 tokens at low depth take: prefill keeps its rate, only deep chunks get smaller
 _CUDA_CHUNK_MS = 150.0
 # Of all requests that decode, in one step. With 64 of them 19 ms, at which prompts still keep 95 % of their
@@ -137,8 +137,9 @@ def working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> fl
     per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * item_bytes
     if config.speculation.kind == "eagle":  # three states, side by side, and normalised
         per_token += 9 * c.hidden * item_bytes
-    # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
-    per_logit = 52
+    # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits: 52. The
+    # allocator keeps as much again in pieces that fit nothing later (2.4 GiB for 256 rows of 248,320 logits).
+    per_logit = 100
     num_drafts = most_step_drafts(config)
     states = state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token

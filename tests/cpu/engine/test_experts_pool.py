@@ -372,7 +372,7 @@ def test_a_pool_below_the_least_is_refused_with_the_arithmetic() -> None:
 
 @pytest.mark.parametrize(
     ("free_gib", "kv_gib", "room_gib"),
-    [(24, None, 8.75), (24, 8.0, 9.5), (80, 30.0, 43.5), (139, None, None)],
+    [(24, None, 7.38), (24, 8.0, 6.77), (80, 30.0, 40.77), (139, None, None)],
 )
 def test_auto_takes_what_kv_leaves_of_a_gpu(
     free_gib: int, kv_gib: float | None, room_gib: float | None, monkeypatch: pytest.MonkeyPatch
