@@ -50,15 +50,15 @@ class SharedTokens(Pass):
         step.ops.submit(partial(self._share, step), "share tokens", [access])
 
     def _share(self, step: Step) -> None:
-        for tensor in self._tensors:
+        for tensor in (*self._tensors, *self._samples(step)):
             self._together.tell(tensor)
+
+    def _samples(self, step: Step) -> tuple[Tensor, ...]:
         plan, num = step.plan, step.packed.shape.num_samples
         if not self._makes_drafts or not num or not (plan.num_ahead or not plan.is_decode):
-            return
+            return ()
         made = step.outputs.made = step.outputs.made or self._room(step)
-        for samples in (made.tokens, made.lasts):
-            if samples is not None:
-                self._together.tell(samples)
+        return (made.tokens,) if made.lasts is None else (made.tokens, made.lasts)
 
     def _room(self, step: Step) -> SampleOutput:
         """For the samples of rank 0."""
