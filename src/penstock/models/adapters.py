@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +32,9 @@ from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields, Json, is_number
 from penstock.models.hashed_file import DIGEST_BYTES
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
-from penstock.models.model import ModelConfig
+from penstock.models.model import ModelConfig, Split
 from penstock.models.registry import architecture_of, layout
+from penstock.models.split import Cut, Section, cut_of
 from penstock.models.weights import (
     listed,
     memory_needed,
@@ -85,16 +86,17 @@ class AdapterFiles(NamedTuple):
     weights: AdapterWeights
 
 
+ReadAdapter = Callable[[Path], AdapterFiles]
+
+
 class _Module(NamedTuple):
     """A linear module that can be adapted, as part of one of the model's weights."""
 
     name: str  # as the base model calls it
     rows: slice  # of the stacked weight
+    num_out: int
     num_in: int
-
-    @property
-    def num_out(self) -> int:
-        return int(self.rows.stop - self.rows.start)
+    cut: Cut | None = None  # of its weight, if this rank has a part of it
 
     @property
     def a(self) -> str:
@@ -105,9 +107,10 @@ class _Module(NamedTuple):
         return f"{PREFIX}{self.name}.lora_B.weight"
 
 
-def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
+def read_adapter(directory: Path, model: Decoder, whole: ModelConfig | None = None) -> AdapterFiles:
     """The adapter in `directory`, for `model`. Everything that is wrong with it is a ModelError. Files are
-    read once, so what was digested is what runs, whatever is written to them meanwhile."""
+    read once, so what was digested is what runs, whatever is written to them meanwhile. `whole`: the
+    dimensions of the whole model, if `model` is a part of it; so much of the adapter is kept."""
     config_file, tensors_file = adapter_files(directory)
     config = parse_adapter_config(read_json(config_file), str(config_file))
     if outer := [name for name in (HEAD, EMBED) if config.targets(name)]:
@@ -117,7 +120,7 @@ def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
     if experts := [name for name in tensors if _EXPERT.search(name)]:
         named = listed([name.removeprefix(PREFIX) for name in experts])
         raise ModelError(f"{tensors_file}: adapting experts and routers is not supported: {named}")
-    stacks = _stacks(model.config)
+    stacks = _stacks(whole or model.config, model.ops.split)
     adapted = _check(tensors, config, [module for _, parts in stacks for module in parts], tensors_file)
     with memory_needed(f"the adapter in {directory} does not fit into the memory of {model.device}"):
         return AdapterFiles(_digest(tensors, config, adapted), _weights(tensors, config, stacks, model))
@@ -152,21 +155,23 @@ def _named_as_text(tensors: Mapping[str, Tensor], config: ModelConfig) -> Mappin
     return found
 
 
-def _stacks(config: ModelConfig) -> list[tuple[WeightSpec, list[_Module]]]:
+def _stacks(config: ModelConfig, split: Split) -> list[tuple[WeightSpec, list[_Module]]]:
     """The model's matrices inside layers that can be adapted, with the modules that are stacked in each."""
     inside = [weight for weight in layout(config) if weight.name.startswith("layers.")]
-    return [(weight, list(_modules(weight))) for weight in inside if _is_adaptable(weight)]
+    return [(weight, list(_modules(weight, config, split))) for weight in inside if _is_adaptable(weight)]
 
 
 def _is_adaptable(weight: WeightSpec) -> bool:
     return len(weight.shape) == 2 and not _EXPERT.search(weight.parts[0].name)
 
 
-def _modules(weight: WeightSpec) -> Iterator[_Module]:
-    row = 0
-    for part in weight.parts:
-        yield _Module(part.name.removesuffix(".weight"), slice(row, row + part.shape[0]), part.shape[1])
-        row += part.shape[0]
+def _modules(weight: WeightSpec, config: ModelConfig, split: Split) -> Iterator[_Module]:
+    row, shapes = 0, tuple(part.shape for part in weight.parts)
+    for index, (name, shape) in enumerate(weight.parts):
+        cut = cut_of(weight.name, index, shapes, (config, split)) if split.size > 1 else None
+        end = row + (shape if cut is None else cut.shape(shape))[0]
+        yield _Module(name.removesuffix(".weight"), slice(row, end), shape[0], shape[1], cut)
+        row = end
 
 
 def blank_weights(
@@ -179,7 +184,7 @@ def blank_weights(
         layers.append({})
         for weight in architecture_of(config).layer(config, index):
             if _is_adaptable(weight):
-                modules = list(_modules(weight))
+                modules = list(_modules(weight, config, Split()))
                 parts = [(module, blank(module.num_out, rank)) for module in modules]
                 a, order = blank(rank * len(modules), weight.shape[1]), _row_order(config, index, weight.name)
                 layers[-1][weight.name] = _stacked(a, parts, order)
@@ -266,14 +271,18 @@ def _weights(
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
 
     def scaled(module: _Module) -> Tensor:
-        return _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
+        b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
+        return b if module.cut is None else Cut(module.cut.rows).of(b)
 
     for weight, modules in stacks:
         _, layer, name = weight.name.split(".")
         if adapted := [module for module in modules if module.a in tensors]:
             a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
+            a, cut = _finite(a, adapted), adapted[0].cut
+            if cut is not None and cut.columns is not None:
+                a = cut._replace(rows=(Section(0, len(a), len(a)),)).of(a)
             parts, order = [(one, scaled(one)) for one in adapted], _row_order(model.config, int(layer), name)
-            layers[int(layer)][name] = _stacked(_finite(a, adapted).to(model.device), parts, order)
+            layers[int(layer)][name] = _stacked(a.to(model.device), parts, order)
     return AdapterWeights(tuple(layers))
 
 

@@ -57,7 +57,8 @@ class SandwichLayer(DecoderLayer):
     ffn_post_norm: Tensor
 
     def finish(self, attended: Tensor, residual: Tensor, lora: LoraRuns | None) -> tuple[Tensor, Tensor]:
-        x = self.ops.rms_norm(self._linear("out", attended, lora), self.attn_post_norm, self.eps)
+        x = self.ops.whole(self._linear("out", attended, lora))
+        x = self.ops.rms_norm(x, self.attn_post_norm, self.eps)
         x, residual = self.ops.add_rms_norm(x, residual, self.ffn_norm, self.eps)
         return self.ops.rms_norm(self.mlp(x, lora), self.ffn_post_norm, self.eps), residual
 
@@ -66,7 +67,7 @@ class SandwichLayer(DecoderLayer):
             gated = self.ops.gelu_gated(x, self.gate_up)
         else:
             gated = self.ops.gelu_mul(self._linear("gate_up", x, lora))
-        return self._linear("down", gated, lora)
+        return self.ops.whole(self._linear("down", gated, lora))
 
 
 class ScaledDecoder(Decoder):
