@@ -94,6 +94,20 @@ def test_a_partial_load_names_what_came_where_the_version_asks(rig: VllmRig) -> 
     assert rig.lookup([KEYS[1]]) == [rig.results.MISS]
 
 
+def test_a_request_does_not_look_again_for_what_could_not_be_loaded(far: MemoryStore, model: Path) -> None:
+    """Otherwise it would find and load the same bad block for ever."""
+    with fake_vllm() as plugin:
+        rig = VllmRig(plugin, NEWEST, model, remote="valkey://x", remote_timeout_s=SOON_S)
+        hit, miss = rig.results.HIT, rig.results.MISS
+        rig.store(KEYS[:2])
+        far.fails.update(list(far.blocks)[:1])
+        assert rig.lookup(KEYS[:2]) == [hit, hit]
+        assert rig.load(KEYS[:2]).successful_keys == KEYS[1:2]
+        assert rig.lookup(KEYS[:2]) == [miss, hit]
+        assert rig.lookup(KEYS[:2], "another") == [hit, hit]
+        rig.tier.shutdown()
+
+
 def test_the_entry_point_registers_the_tier_once(plugin: ModuleType) -> None:
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

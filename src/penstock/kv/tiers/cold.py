@@ -347,8 +347,8 @@ class ColdTier:
 
     def has(self, key: bytes) -> bool:
         """Of a local store that knows its keys: a fraction of what `find` costs. The block does not count as
-        used."""
-        return self.usable and self._books.has_each((key,))[0]
+        used, and a store that is not usable answers, too."""
+        return self._books.has_each((key,))[0]
 
     @cached_property
     def _books(self) -> PinningStore:
