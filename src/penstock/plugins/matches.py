@@ -53,8 +53,8 @@ class Matches:
         asked = self._asked.get(owner)
         if asked is not None and key in asked.lost:
             return False
-        for disk in self._disks:
-            if disk.has(key):
+        for books in self._disks:
+            if books.has_each((key,))[0]:
                 return True
         return False if self._asked_tier is None else self._find_shared(self._asked_tier, key, owner, chain)
 
@@ -84,7 +84,7 @@ class Matches:
     def take_in(self) -> None:
         """Answers that have come since the last call. Tiers that are usable now are asked until the next
         one."""
-        self._disks = [tier for tier in self._tiers if tier.local and tier.usable]
+        self._disks = [tier.books for tier in self._tiers if tier.local and tier.usable]
         self._asked_tier = self._shared if self._shared is not None and self._shared.usable else None
         for owner in list(self._waiting):
             asked = self._asked.get(owner)

@@ -22,7 +22,7 @@ from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLimits, ColdTier, Writing, cpu_lanes
 from penstock.kv.tiers.remote import FLAG, open_store
 from penstock.kv.tiers.ssd.store import open_ssd
-from penstock.kv.tiers.store import BlockStore, Outcome, PinningStore, Space
+from penstock.kv.tiers.store import BlockStore, Outcome, Space
 from penstock.observe import PoolObserver
 from penstock.plugins.options import TierOptions
 
@@ -225,8 +225,8 @@ class HostedTiers:
             return
         tier = self.tiers[number]
         here = list(places) if tier.usable else []
-        if here and isinstance(store := tier.calls.store, PinningStore):
-            there = store.has_each([job.keys[place] for place in here])
+        if here and tier.local:
+            there = tier.books.has_each([job.keys[place] for place in here])
             here = [place for place, has in zip(here, there, strict=True) if has]
         for first in range(0, len(here), tier.group_blocks):
             run = here[first : first + tier.group_blocks]

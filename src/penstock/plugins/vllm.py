@@ -154,6 +154,7 @@ class PenstockTier(tiering.SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         self._loads[job_metadata.job_id] = job_metadata
         keys = [self._key(name) for name in job_metadata.keys]
+        self._tiers.touch(keys)  # vLLM 0.32 does not
         self._tiers.read(job_metadata.job_id, keys, _slots_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -276,7 +277,6 @@ def _windowed_groups(config: Configured) -> frozenset[bytes]:
 
 
 def _slots_of(job: Any) -> list[int]:
-    ids = (
-        job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    )  # the former in 0.32, the latter in 0.28
-    return [int(number) for number in ids]
+    ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # the former in 0.32, not in 0.28
+    found: list[int] = ids.tolist()
+    return found

@@ -108,6 +108,20 @@ def test_a_request_does_not_look_again_for_what_could_not_be_loaded(far: MemoryS
         rig.tier.shutdown()
 
 
+def test_blocks_that_were_loaded_outlive_a_stream_of_others(model: Path, tmp_path: Path) -> None:
+    """Newer versions of vLLM do not tell a tier of blocks that are used."""
+    with fake_vllm() as plugin:
+        options = {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": 40 * SLOT_BYTES / (1 << 30)}
+        rig = VllmRig(plugin, NEWEST, model, **options)
+        rig.store(KEYS[:4])
+        assert rig.load(KEYS[:4]).success
+        for first in range(100, 135, 5):
+            rig.store([vllm_key(number) for number in range(first, first + 5)])
+        assert rig.lookup([vllm_key(100)]) == [rig.results.MISS]
+        assert rig.lookup(KEYS[:4]) == [rig.results.HIT] * 4
+        rig.tier.shutdown()
+
+
 def test_the_entry_point_registers_the_tier_once(plugin: ModuleType) -> None:
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
