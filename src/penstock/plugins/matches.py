@@ -37,7 +37,7 @@ class Matches:
     def __init__(self, tiers: Sequence[ColdTier], patience_s: float) -> None:
         """`tiers`: disks before a shared store. `patience_s`: a store that has not answered by then does not
         have the block."""
-        self._tiers = tiers
+        self._local = [tier for tier in tiers if tier.local]
         self._shared = next((tier for tier in tiers if not tier.local), None)
         self._patience_s = patience_s
         self._asked: OrderedDict[Hashable, _OfRequest] = OrderedDict()
@@ -84,7 +84,7 @@ class Matches:
     def take_in(self) -> None:
         """Answers that have come since the last call. Tiers that are usable now are asked until the next
         one."""
-        self._disks = [tier.books for tier in self._tiers if tier.local and tier.usable]
+        self._disks = [tier.books for tier in self._local if tier.usable]
         self._asked_tier = self._shared if self._shared is not None and self._shared.usable else None
         for owner in list(self._waiting):
             asked = self._asked.get(owner)
