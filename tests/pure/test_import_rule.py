@@ -59,6 +59,7 @@ LAYERS = (
                 "parts",
                 "recurrent",
                 "routed",
+                "sizing",
                 "sessions",
                 "cache_calls",
                 "stats",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import Config
-from penstock.engine import build
+from penstock.engine import sizing
 from penstock.engine.execution.batch import Shape
 from penstock.engine.execution.passes import StepLimits
 from penstock.engine.execution.replays import cuda_buckets
@@ -17,7 +17,7 @@ def _buckets(config: Config, limits: StepLimits, device: object) -> tuple[Shape,
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    build._buckets = _buckets
+    sizing.buckets_for = _buckets
     left_out = [item for item in items if item.get_closest_marker("cpu_shapes")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.contract import Access, Fence
 from penstock.engine import build as engine_build
+from penstock.engine import sizing
 from penstock.engine.execution import staging
 from penstock.kv import build as kv_build
 from penstock.kv import memory
@@ -310,8 +311,8 @@ def _patch(patch: pytest.MonkeyPatch, gpu: FakeGpu, compiles: bool) -> None:
     patch.setattr(cuda, "wait_set_up", lambda device: None)
     for module in (engine_build, kv_build):
         patch.setattr(module, "make_lane", lane)
+    for module in (engine_build, sizing, kv_build, memory):
         patch.setattr(module, "free_bytes", free_bytes)
-    patch.setattr(memory, "free_bytes", free_bytes)
     patch.setattr(memory, "_register", lambda *_: "there is no GPU")
     patch.setattr(loader, "dummy_weights", weights)
     patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))

@@ -27,7 +27,8 @@ from penstock.bench.transfer_ways import (
     take_turns,
 )
 from penstock.config import GIB, Config, OffloadConfig
-from penstock.engine.build import device_for, layout_for
+from penstock.engine.build import device_for
+from penstock.engine.sizing import layout_for
 from penstock.errors import ModelError
 from penstock.kv.memory import BlockLayout, free_bytes
 from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES

@@ -16,9 +16,10 @@ from penstock.bench.ttft import wait_scanned
 from penstock.commands.demo_stages import DemoAnswer, DemoEngine, DemoStage, EngineRun, story
 from penstock.config import GIB, Config
 from penstock.contract import SamplingParams
-from penstock.engine.build import build, layout_for
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
+from penstock.engine.sizing import layout_for
 from penstock.errors import DeadlineExceeded
 from penstock.models.hub import fetched
 from penstock.models.loader import inspect_model

@@ -22,8 +22,9 @@ from penstock import __version__
 from penstock.bench.report import describe_machine, device_of, installed_version
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
-from penstock.engine.build import CPU_KV_GIB, build, layout_for
+from penstock.engine.build import build
 from penstock.engine.execution.threads import threads_by_load
+from penstock.engine.sizing import CPU_KV_GIB, layout_for
 from penstock.errors import ConfigError, ModelError
 from penstock.installation import source
 from penstock.kv.memory import ITEM_BYTES, BlockLayout

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,9 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock import __version__
-from penstock.config import FEWEST_RESIDENT, GIB, Config, ExpertsConfig, ModelSource
+from penstock.config import GIB, Config, ExpertsConfig, ModelSource
 from penstock.contract import Adapter, PromptLimits
 from penstock.cores import ThreadsByLoad
+from penstock.engine import sizing
 from penstock.engine.adapters import AdapterStore, open_store
 from penstock.engine.engine import Engine
 from penstock.engine.execution import warm
@@ -29,7 +29,7 @@ from penstock.engine.execution.ahead import DraftPass, Drafts, HeadGuesser, Mode
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
 from penstock.engine.execution.attention.cpu_steady import SteadyAttention
-from penstock.engine.execution.batch import Packer, Shape
+from penstock.engine.execution.batch import Packer
 from penstock.engine.execution.draws import RowDraws
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.forward import Forward
@@ -46,7 +46,7 @@ from penstock.engine.execution.pooled import (
 )
 from penstock.engine.execution.recorded import RoutingCounts, RoutingPass
 from penstock.engine.execution.rejection import FreeDraws, RejectionSampler
-from penstock.engine.execution.replays import Replays, cuda_buckets, decode_sizes
+from penstock.engine.execution.replays import Replays, decode_sizes
 from penstock.engine.execution.sampler import Rows, Sampler
 from penstock.engine.execution.sampling import PromptLogprobsPass, SamplePass
 from penstock.engine.execution.scoring import ContextKeys
@@ -61,12 +61,6 @@ from penstock.engine.parts import EngineParts
 from penstock.engine.recurrent import for_recurrent
 from penstock.engine.routed import all_expert_bytes, for_experts, num_expert_slots
 from penstock.engine.scheduling.budget import Budget, blocks_for
-from penstock.engine.scheduling.lengths import (
-    LOST_QUANTILE,
-    SAVED_QUANTILE,
-    Lengths,
-    WrittenLengths,
-)
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Estimates, Scheduler
 from penstock.errors import ConfigError
@@ -80,7 +74,6 @@ from penstock.kv.memory import (
     BlockLayout,
     DeviceArena,
     HostArena,
-    StateLayout,
     free_bytes,
     limit_memory,
 )
@@ -100,11 +93,11 @@ from penstock.models.split import part_of
 from penstock.observe import Observers, all_of
 from penstock.ranks.followed import Followed
 from penstock.ranks.launched import check_supported
-from penstock.ranks.start import Alone, Ranks, open_ranks
+from penstock.ranks.start import Alone, Ranks, open_ranks, share_devices
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
+from penstock.speculation.draft import DraftModel, check_draft, draft_arena
 from penstock.speculation.drafter import DeviceDrafter, NgramDrafter
-from penstock.speculation.eagle import read_eagle, read_eagle_config
+from penstock.speculation.eagle import read_eagle
 from penstock.speculation.head import DraftHead
 from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import installed_head, read_head
@@ -115,23 +108,10 @@ from penstock.trace.recorder import observers_of
 
 log = logging.getLogger(__name__)
 
-CPU_KV_GIB = 1.0
-# share of the memory that is free after loading weights, left for activations, graphs and the sampler
-_CUDA_SPARE_SHARE = 0.1
-_CUDA_SPARE_GIB = 1.0  # least spare on top of `_working_bytes`: graphs, libraries, fragmentation
-# more than 8192 tokens at low depth take: prefill keeps its rate, only deep chunks get smaller
-_CUDA_CHUNK_MS = 150.0
-# Of all requests that decode, in one step. With 64 of them 19 ms, at which prompts still keep 95 % of their
-# rate.
-_CUDA_DELAY_S = 1.2
-# Least tokens of a chunk: with fewer, launch overhead and reading the weights are a large share.
-_CUDA_MIN_CHUNK = 512
-_CPU_MIN_CHUNK = 64
 # Tokens of KV per fetch from host memory: a size that fused attention has a plan for, with few launches.
 _CUDA_PIECE_TOKENS = 16384
 _CPU_PIECE_TOKENS = 4096
 _WAITING_PER_ROW = 16  # waiting requests allowed per row
-_MAX_STEP_DRAFTS = 64  # verified in one step: with many decoding requests, each further row costs time
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _UNOBSERVED = Observers()
 _GUESSED_ROW = 0.05  # time of a further row relative to a one-row step, until measured
@@ -259,14 +239,16 @@ def _build(setup: _Setup) -> Engine:
 
 def _join(setup: _Setup) -> None:
     """Start the other ranks, or meet them: they load the model at the same time."""
-    num_devices = cuda.num_devices() if setup.device.type == "cuda" else 0
-    setup.ranks = open_ranks(setup.config, num_devices, setup.progress)
-    setup.undo.callback(_close, setup.ranks.close)
-    if 0 < num_devices < setup.ranks.size:  # gloo moves tensors by the host, which no capture can hold
+    config, num_devices = setup.config, cuda.num_devices() if setup.device.type == "cuda" else 0
+    if share_devices(config, num_devices):  # gloo moves tensors by the host, which no capture can hold
         log.warning(
-            "%d GPUs for %d ranks: they share them, and steps are not captured", num_devices, setup.ranks.size
+            "%d GPUs for %d ranks: they share them, and steps are not captured",
+            num_devices,
+            config.ranks.size,
         )
-        setup.config = replace(setup.config, engine=replace(setup.config.engine, capture=False))
+        config = setup.config = replace(config, engine=replace(config.engine, capture=False))
+    setup.ranks = open_ranks(config, num_devices, setup.progress)
+    setup.undo.callback(_close, setup.ranks.close)
 
 
 def _trace(setup: _Setup) -> TraceFile | None:
@@ -298,7 +280,7 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
         warm.capture_all(executor, setup.progress)
     setup.ranks.wait_built()
     speculation = _speculation(setup, sizes.limits, executor)
-    estimates = Estimates(cache.prefill, _lengths(config), lambda: scoring.tau)
+    estimates = Estimates(cache.prefill, sizing.lengths_for(config), lambda: scoring.tau)
     scheduler = Scheduler(cache, budget, dims.eos_ids, speculation, estimates)
     return Engine(
         EngineParts(
@@ -347,16 +329,20 @@ def _models(setup: _Setup) -> _Models:
     experts, routing = _expert_memory(setup, loaded.model), _routing_counts(setup, loaded)
     proposer = _head(config, loaded) or _draft(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
-    layout = layout_for(config, loaded.model.config, device, own_dims)
+    layout = sizing.layout_for(config, loaded.model.config, device, own_dims)
     group = KvGroup(
-        layout, _windows(loaded.model.config, own_dims), _state_layout(config, loaded.model.config)
+        layout,
+        sizing.windows_of(loaded.model.config, own_dims),
+        sizing.state_layout(config, loaded.model.config),
     )
-    num_blocks = _num_blocks(config, layout, loaded.model)
+    num_blocks = sizing.blocks_that_fit(config, layout, loaded.model)
     num_blocks = setup.ranks.num_blocks(loaded.model.digest, num_blocks, setup.progress)
     model = with_choices(loaded.model, experts is not None, config.experts.guesses, routing)
     models = _Models(replace(loaded, model=model), proposer, group, num_blocks, experts, routing)
     # raises before memory is allocated
-    _max_model_len(config, models.dims, models.num_blocks, whole=_holds_all(group, models.num_blocks))
+    sizing.longest_sequence(
+        config, models.dims, models.num_blocks, whole=sizing.holds_all(group, models.num_blocks)
+    )
     return models
 
 
@@ -373,25 +359,11 @@ def _with_experts(setup: _Setup) -> Config:
 
 
 def _as_routed(config: Config, facts: ModelFacts, device: torch.device) -> Config:
-    dtype, room = _dtype(config, device), None
+    dtype, room = sizing.dtype_of(config, device), None
     if config.experts.on_device is not None:
         rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
-        room = _room_for_experts(config, free_bytes(device) - rest, facts.config, device)
+        room = sizing.room_for_experts(config, free_bytes(device) - rest, facts.config, device)
     return for_experts(config, facts.config, dtype, room)
-
-
-def _room_for_experts(config: Config, free: float, dims: ModelConfig, device: torch.device) -> int | None:
-    """Bytes of `free` that --experts-on-device auto takes: what KV leaves, or half where no size is given.
-    None: any number, on a CPU."""
-    if device.type != "cuda":
-        return None
-    free -= _CUDA_SPARE_GIB * GIB + _working_bytes(config, dims, device)
-    kv_bytes = free / 2
-    if config.kv.device_blocks is not None:
-        kv_bytes = config.kv.device_blocks * layout_for(config, dims, device).block_bytes
-    elif config.kv.device_gib is not None:
-        kv_bytes = config.kv.device_gib * GIB
-    return max(0, int(free - kv_bytes))
 
 
 def _routing_counts(setup: _Setup, loaded: LoadedModel) -> RoutingCounts | None:
@@ -411,30 +383,16 @@ def _expert_memory(setup: _Setup, model: Decoder) -> ExpertMemory | None:
     if not config.source.experts_in_host:
         return None
     free = free_bytes(device)
-    room = _room_for_experts(config, free, model.config, device)
+    room = sizing.room_for_experts(config, free, model.config, device)
     num_slots = num_expert_slots(config, model.config, model.dtype, room, free)
     memory = ExpertMemory(model, num_slots)
     setup.undo.callback(_close, memory.close)
     return memory
 
 
-def _state_layout(config: Config, dims: ModelConfig) -> StateLayout | None:
-    """Of states that are kept. None: there are none, or no host memory for them."""
-    if (recurrence := dims.recurrence) is None or not config.offload.enabled:
-        return None
-    return StateLayout(len(recurrence.layers), recurrence.num_bytes, recurrence.fingerprint())
-
-
-def _windows(dims: ModelConfig, draft: ModelConfig | None) -> tuple[int, ...]:
-    """Of the layers in a block. `draft`: of a proposer with dimensions of its own; another one's layer has
-    the window of the target's last layer."""
-    of_draft = () if draft is None else draft.windows or (0,)
-    return dims.windows + of_draft if dims.windows else ()
-
-
 def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
-    stored = layout_for(setup.config, models.loaded.dims, setup.device, models.own_dims)
+    stored = sizing.layout_for(setup.config, models.loaded.dims, setup.device, models.own_dims)
     scope = _scope(models.target, stored, digest)
     moves = setup.ranks.moves(models.loaded.dims, stored)
     at = Device(setup.device, models.num_blocks, moves)
@@ -446,14 +404,16 @@ def _storage(setup: _Setup, models: _Models) -> Opened:
 def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     config, dims, num_blocks, cache = setup.config, models.dims, models.num_blocks, storage.cache
     block_tokens, drafts = config.kv.block_tokens, config.speculation.drafts
-    holds_all = _holds_all(models.group, num_blocks)
-    max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable, holds_all)
-    budget = _budget(config, setup.device, max_model_len)
+    holds_all = sizing.holds_all(models.group, num_blocks)
+    max_model_len = sizing.longest_sequence(config, dims, num_blocks, cache.num_pageable, holds_all)
+    budget = sizing.budget_for(config, setup.device, max_model_len)
     if not holds_all:
-        budget = replace(budget, prefill_chunk=_fitting_chunk(cache, budget.prefill_chunk, max_model_len))
+        budget = replace(
+            budget, prefill_chunk=sizing.fitting_chunk(cache, budget.prefill_chunk, max_model_len)
+        )
     if storage.host_arena is not None and not any(dims.windows):
-        budget = _with_deep(budget, config, num_blocks)
-    may_be_paged = holds_all and _may_be_paged(config, max_model_len, num_blocks)
+        budget = sizing.with_deep(budget, config, num_blocks)
+    may_be_paged = holds_all and sizing.may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and config.source.deterministic:
         raise ConfigError(
             "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
@@ -477,7 +437,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
         max_tokens=max_model_len,
         max_paged=cache.num_pageable if may_be_paged else 0,
         max_parts=0 if division is None else blocks_for(max_model_len, division.part_tokens),
-        max_drafts=_most_step_drafts(config),
+        max_drafts=sizing.most_step_drafts(config),
         max_request_drafts=drafts,
         num_ahead=0 if models.proposer is None else drafts,
         num_layers=models.group.layout.num_layers,
@@ -552,8 +512,8 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
         setup.threads = threads_by_load()
         setup.threads.wait_first_look()
     loaded = _load(setup, config.source)
-    layout = layout_for(config, loaded.model.config, setup.device)
-    num_blocks = _num_blocks(config, layout, loaded.model)
+    layout = sizing.layout_for(config, loaded.model.config, setup.device)
+    num_blocks = sizing.blocks_that_fit(config, layout, loaded.model)
     num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
     arena, host_arena = DeviceArena(layout, num_blocks, setup.device), None
     if ranks.num_host_blocks:
@@ -621,7 +581,7 @@ def _replays(
     """`pending`: the last tokens, wherever they are by now."""
     packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
     inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=setup.device)
-    buckets = tuple(filter(forward.captures, _buckets(setup.config, limits, setup.device)))
+    buckets = tuple(filter(forward.captures, sizing.buckets_for(setup.config, limits, setup.device)))
     if forward.state_drafts is not None:
         buckets += tuple(replace(one, has_drafts=True) for one in buckets if one.num_tokens > 1)
     return Replays(lane, forward, packer, inputs, buckets, lambda: (pending(), *forward.tensors))
@@ -659,7 +619,7 @@ def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None,
     if dims is None:
         return _States()
     num_rows, device = limits.max_batch, sampler.rejected.device
-    needed, free = _state_bytes(dims, num_rows, limits.max_drafts), free_bytes(device)
+    needed, free = sizing.state_bytes(dims, num_rows, limits.max_drafts), free_bytes(device)
     if needed > free:
         raise ConfigError(
             f"--max-batch {num_rows}: the states of so many requests take {needed / GIB:.1f} GiB, and "
@@ -668,17 +628,6 @@ def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None,
     slots = StateSlots(STATES, dims, torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device))
     drafts = StateDrafts(slots, limits.max_rows, sampler.rejected) if limits.max_drafts else None
     return _States(slots, None if kept is None else StateSlots(kept.name, dims, kept.tensor), drafts)
-
-
-def _state_bytes(dims: Recurrence | None, num_rows: int, num_drafts: int = 0) -> int:
-    if dims is None:
-        return 0
-    inputs = StateDrafts.num_bytes(dims, num_rows + num_drafts) if num_drafts else 0
-    return (num_rows + 1) * dims.num_bytes + inputs
-
-
-def _most_step_drafts(config: Config) -> int:
-    return min(_MAX_STEP_DRAFTS, config.speculation.drafts * config.engine.max_batch)
 
 
 def _paged(
@@ -725,13 +674,13 @@ def check_ahead(config: Config) -> None:
     split, on_cuda = Split(0, config.ranks.size), device.type == "cuda"
     dims, draft_dims = part_of(facts.config, split), _dims_of_head(config, facts.config)
     if config.speculation.kind == "draft":
-        draft = inspect_model(_draft_source(config), config.engine.max_model_len)
+        draft = inspect_model(sizing.draft_source(config), config.engine.max_model_len)
         draft_dims = draft.config
         num_parameters, names = (
             num_parameters + draft.num_parameters,
             (f"{facts.name} and of its draft model {draft.name}"),
         )
-    dtype, free = _dtype(config, device), free_bytes(device)
+    dtype, free = sizing.dtype_of(config, device), free_bytes(device)
     needed = num_parameters * dtype.itemsize // (split.size if on_cuda else 1)
     if config.source.experts_in_host and on_cuda:
         every = all_expert_bytes(facts.config, dtype)
@@ -739,7 +688,7 @@ def check_ahead(config: Config) -> None:
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
-    layout = layout_for(config, dims, device, draft_dims)
+    layout = sizing.layout_for(config, dims, device, draft_dims)
     kv, given = config.kv, config.kv.device_blocks
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
@@ -751,10 +700,10 @@ def check_ahead(config: Config) -> None:
         raise ConfigError(
             f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
         )
-    room = free - needed if on_cuda else int(CPU_KV_GIB * GIB)  # the default, at most
+    room = free - needed if on_cuda else int(sizing.CPU_KV_GIB * GIB)  # the default, at most
     num_blocks = room // layout.block_bytes if given is None else given
-    group = KvGroup(layout, _windows(facts.config, draft_dims))
-    _max_model_len(config, facts.config, num_blocks, whole=_holds_all(group, num_blocks))
+    group = KvGroup(layout, sizing.windows_of(facts.config, draft_dims))
+    sizing.longest_sequence(config, facts.config, num_blocks, whole=sizing.holds_all(group, num_blocks))
 
 
 def _dims_of_head(config: Config, target: ModelConfig) -> ModelConfig | None:
@@ -763,14 +712,14 @@ def _dims_of_head(config: Config, target: ModelConfig) -> ModelConfig | None:
     directory, ships = Path(config.source.model).expanduser(), architecture_of(target).ships_heads
     if config.speculation.proposer == "mtp" and ships and directory.is_dir():
         check_shipped(directory, target)
-    return _eagle_dims(config, target) if config.speculation.kind == "eagle" else None
+    return sizing.eagle_dims(config, target) if config.speculation.kind == "eagle" else None
 
 
 def _check_deterministic(config: Config, device: torch.device) -> None:
     """Refuses options whose matrix products or attention are not deterministic."""
     if not config.source.deterministic:
         return
-    if device.type != "cpu" or _dtype(config, device) != torch.float32:
+    if device.type != "cpu" or sizing.dtype_of(config, device) != torch.float32:
         raise ConfigError("--deterministic needs --device cpu and --dtype float32")
     if config.lora.adapters or config.lora.dir is not None:
         raise ConfigError("--deterministic: adapters are not covered; leave --lora and --lora-dir out")
@@ -797,201 +746,6 @@ def device_for(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def layout_for(
-    config: Config, dims: ModelConfig, device: torch.device, draft: ModelConfig | None = None
-) -> BlockLayout:
-    """`draft`: the dimensions of a proposer with dimensions of its own, if known already."""
-    dtype = str(_dtype(config, device)).removeprefix("torch.")
-    num_layers = dims.num_kv_layers + (config.speculation.kind == "mtp")  # the head's own layer
-    if config.speculation.kind == "eagle":
-        draft = draft or _eagle_dims(config, dims)
-    elif config.speculation.kind == "draft":
-        draft = draft or inspect_model(_draft_source(config)).config
-    if draft is not None:
-        num_layers += num_draft_layers(dims, draft)
-    return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
-
-
-def _eagle_dims(config: Config, target: ModelConfig) -> ModelConfig:
-    return read_eagle_config(Path(config.speculation.path or ""), target).dims
-
-
-def _draft_source(config: Config) -> ModelSource:
-    return replace(config.source, model=config.speculation.path or "", experts_in_host=False)
-
-
-def _dtype(config: Config, device: torch.device) -> torch.dtype:
-    if config.source.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, config.source.dtype)
-    return dtype
-
-
-def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
-    if config.kv.device_blocks is not None:
-        return config.kv.device_blocks
-    if config.kv.device_gib is not None:
-        num_bytes = config.kv.device_gib * GIB
-    elif model.device.type == "cuda":
-        free = free_bytes(model.device)
-        num_bytes = free - max(
-            free * _CUDA_SPARE_SHARE,
-            _working_bytes(config, model.config, model.device) + _CUDA_SPARE_GIB * GIB,
-        )
-    else:
-        num_bytes = CPU_KV_GIB * GIB
-    num_blocks = int(num_bytes) // layout.block_bytes
-    if num_blocks < 2:
-        size = (
-            f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less than two KV blocks of "
-            f"{layout.block_bytes / 1024:.0f} KiB"
-        )
-        raise ConfigError(f"{size}; raise --device-kv-gib")
-    if config.kv.device_gib is not None:
-        return num_blocks
-    # A tiny model would otherwise get tens of millions of blocks. Take what running requests can use, and
-    # three times that as cache.
-    most = config.engine.max_batch * blocks_for(
-        config.engine.max_model_len or model.config.default_len, layout.block_tokens
-    )
-    return min(num_blocks, 4 * most)
-
-
-def _working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> float:
-    """Memory of the largest step besides weights and KV: a few rows per token of its widest layer, and logits
-    during sampling."""
-    c, item_bytes = dims, _dtype(config, device).itemsize
-    tokens = min(_prefill_chunk(config, device), c.max_position) + config.engine.max_batch
-    per_token = (6 * c.hidden + 2 * c.qkv_width + c.mlp_values) * item_bytes
-    if config.speculation.kind == "eagle":  # three states, side by side, and normalised
-        per_token += 9 * c.hidden * item_bytes
-    # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
-    per_logit = 52
-    num_drafts = _most_step_drafts(config)
-    states = _state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
-    if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
-        per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
-        states += _num_replayed(config, device, num_drafts) * c.vocab * item_bytes
-    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
-
-
-def _num_replayed(config: Config, device: torch.device, num_drafts: int) -> int:
-    """Rows whose logits captured steps with recurrent layers hold, each its own. Other models have room for
-    them in the spare share, of which states leave nothing."""
-    num_rows = config.engine.max_batch + num_drafts
-    if num_drafts:  # decode steps alone, with and without drafts
-        return 2 * sum(decode_sizes(num_rows))
-    return sum(shape.num_samples for shape in cuda_buckets(num_rows, _prefill_chunk(config, device)))
-
-
-def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
-    engine, on_cuda = config.engine, device.type == "cuda"
-    chunk_ms, delay_s = engine.prefill_chunk_ms, 0.0
-    if chunk_ms is None:
-        chunk_ms, delay_s = (_CUDA_CHUNK_MS, _CUDA_DELAY_S) if on_cuda else (0.0, 0.0)
-    return Budget(
-        max_batch=engine.max_batch,
-        prefill_chunk=min(_prefill_chunk(config, device), max_model_len),
-        overcommit=engine.overcommit,
-        max_overtaken_s=engine.max_overtaken_s if engine.scheduling == "cost" else 0.0,
-        chunk_s=chunk_ms / 1000,
-        delay_s=delay_s,
-        min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
-        state_every=config.offload.state_every or 0,
-    )
-
-
-def _lengths(config: Config) -> Lengths:
-    """Without offloading a retracted request is computed again, so more blocks are promised to each."""
-    if config.engine.admission == "lifetime":
-        return Lengths()
-    return WrittenLengths(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
-
-
-def _may_be_paged(config: Config, max_model_len: int, num_blocks: int) -> bool:
-    """True if a sequence may be longer than its share of the device."""
-    resident = config.kv.resident_tokens
-    return max_model_len > (num_blocks * config.kv.block_tokens if resident is None else resident)
-
-
-def _with_deep(budget: Budget, config: Config, num_blocks: int) -> Budget:
-    """Deep sequences get half of the device, or the configured size, so that other requests fit beside
-    them."""
-    resident = config.kv.resident_tokens
-    if resident is None:
-        return replace(
-            budget,
-            deep_blocks=num_blocks,
-            resident_blocks=min(num_blocks, max(FEWEST_RESIDENT, num_blocks // 2)),
-        )
-    num = min(num_blocks, resident // config.kv.block_tokens)
-    return replace(budget, deep_blocks=num, resident_blocks=num)
-
-
-def _prefill_chunk(config: Config, device: torch.device) -> int:
-    return config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
-
-
-def _holds_all(group: KvGroup, num_blocks: int) -> bool:
-    """False if a sequence of any length fits: blocks leave the device when no later token sees them."""
-    rule = group.rule
-    return rule.keeps_all or rule.most_slots(sys.maxsize, group.layout.block_tokens) > num_blocks
-
-
-def _fitting_chunk(cache: KvCache, chunk: int, max_model_len: int) -> int:
-    """Prompt tokens per step: at most `chunk`, and so few that a sequence fits."""
-    size = cache.block_tokens
-    while chunk > size and cache.most_slots(max_model_len, chunk) > cache.num_blocks:
-        chunk = max(size, (chunk - 1) // size * size)
-    return chunk
-
-
-def _max_model_len(
-    config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None, whole: bool = True
-) -> int:
-    """`num_pageable`: host blocks for a paged-out sequence, if known. `whole`: all of one has to fit."""
-    size, wanted, resident = config.kv.block_tokens, config.engine.max_model_len, config.kv.resident_tokens
-    offloads, unpaged = config.offload.enabled and config.kv.prefix_cache, _why_unpaged(dims)
-    if resident is not None and (unpaged or not offloads):
-        why = unpaged or "paging needs --kv-offload and a prefix cache"
-        raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
-    # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
-    fits = takes = num_blocks * size if whole else dims.max_position
-    if resident is not None and num_pageable is not None:
-        takes = min(fits, max(resident // size, num_pageable) * size)
-    if wanted is None:
-        return min(dims.default_len, takes)
-    held = f"host memory takes {(num_pageable or 0) * size} tokens of it; raise --kv-offload-host-gib"
-    is_over, too_long = wanted > fits, f" does not fit into {num_blocks} KV blocks of {size} tokens"
-    raising = f"{too_long}; raise --device-kv-gib"
-    lacks_host = num_pageable is not None and blocks_for(wanted, size) > num_pageable
-    for is_refused, why in (
-        (wanted > dims.max_position, f" exceeds the {dims.max_position} positions of the model"),
-        (
-            takes < wanted <= fits,
-            f" exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}",
-        ),
-        (is_over and unpaged, f"{raising}: {unpaged}"),
-        (
-            is_over and not offloads,
-            f"{raising}, or let it be paged out with --kv-offload and a prefix cache",
-        ),
-        (
-            is_over and num_blocks < FEWEST_RESIDENT,
-            f"{raising}: a paged-out sequence needs {FEWEST_RESIDENT} device blocks",
-        ),
-        (is_over and lacks_host, f"{too_long}, nor can it be paged out: {held}"),
-    ):
-        if is_refused:
-            raise ConfigError(f"--max-model-len {wanted}{why}")
-    return wanted
-
-
-def _why_unpaged(dims: ModelConfig) -> str:
-    """Empty: a sequence may be partly in host memory."""
-    return "a model with sliding windows is not paged out" if any(dims.windows) else ""
-
-
 def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     """Raises for a bad head before memory is allocated."""
     kind, path, model = config.speculation.kind, config.speculation.path, loaded.model
@@ -1011,7 +765,7 @@ def _load(setup: _Setup, source: ModelSource, deterministic: bool = False) -> Lo
     config, device = setup.config, setup.device
     ops = setup.ranks.ops(_layer_ops(device, deterministic))
     return load_model(
-        source, device, _dtype(config, device), ops, setup.progress, config.engine.max_model_len
+        source, device, sizing.dtype_of(config, device), ops, setup.progress, config.engine.max_model_len
     )
 
 
@@ -1020,7 +774,7 @@ def _draft(setup: _Setup, loaded: LoadedModel) -> DraftModel | None:
     config, target = setup.config, loaded.model
     if config.speculation.kind != "draft":
         return None
-    draft = _load(setup, _draft_source(config))
+    draft = _load(setup, sizing.draft_source(config))
     most = config.engine.max_model_len or 0
     check_draft(draft.model, draft.tokenizer, target, loaded.tokenizer, most)
     return DraftModel(draft.model, target.config.vocab)
@@ -1096,13 +850,3 @@ def _speculation(
         on_device = EveryDeviceDraft if setup.synthetic else DeviceDrafter
         return on_device(*most, costs, lambda: drafting[0].failed)
     return (MadeUpDrafts if setup.synthetic else NgramDrafter)(*most, costs)
-
-
-def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:
-    """On the CPU a capture is free and padding costs work, so every batch size has its own capture, and
-    prompts have none."""
-    if not config.engine.capture:
-        return ()
-    if device.type == "cuda":
-        return cuda_buckets(limits.max_rows, limits.prefill_chunk)
-    return tuple(Shape(size, size, size) for size in range(1, limits.max_rows + 1))

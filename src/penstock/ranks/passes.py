@@ -53,6 +53,8 @@ class LedSteps(SharedTokens):
     collective. Any other step that fails here has left the other ranks in the middle of it, so that none may
     follow."""
 
+    runs_adapters = False
+
     def __init__(self, together: Collectives, tensors: tuple[Tensor, ...], others: Announces) -> None:
         super().__init__(together, tensors)
         self._others = others

@@ -201,6 +201,11 @@ def open_ranks(config: Config, num_devices: int, progress: Progress) -> Ranks:
         return Led(leader, Collectives(group, split, leader.why), undo.pop_all())
 
 
+def share_devices(config: Config, num_devices: int) -> bool:
+    """Whether this machine has fewer GPUs than the ranks that it starts."""
+    return 0 < num_devices < config.ranks.size and launched_for(config, os.environ) is None
+
+
 def _start(config: Config, num_devices: int, undo: contextlib.ExitStack) -> tuple[Any, list[Peer], str]:
     """Processes of this machine. Their sockets have no names, so that no other process can connect."""
     size = config.ranks.size

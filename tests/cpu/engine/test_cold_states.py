@@ -180,7 +180,7 @@ def test_the_states_of_another_layout_are_a_miss(
     ended(first)
     made = kv_build.StateLayout
     monkeypatch.setattr(
-        "penstock.engine.build.StateLayout",
+        "penstock.engine.sizing.StateLayout",
         lambda layers, size, words: made(layers, size, words.replace(b"float32", b"bfloat16")),
     )
     engine = start(**disk)

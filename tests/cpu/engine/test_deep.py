@@ -16,6 +16,7 @@ import pytest
 
 from penstock.contract import FinishReason, KvSource, StepPlan, Waits
 from penstock.engine import build as build_module
+from penstock.engine import sizing
 from penstock.engine import turns as turns_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
@@ -190,7 +191,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         ({"max_model_len": 2048}, "raise --device-kv-gib: a model"),
     ]:
         with pytest.raises(ConfigError, match=f"{says} with sliding windows is not paged out"):
-            build_module._max_model_len(tiny_config(host_blocks=256, **settings), windowed, 64, 256)
+            sizing.longest_sequence(tiny_config(host_blocks=256, **settings), windowed, 64, 256)
     with pytest.raises(InvalidRequest):
         submit(engine, prompts(2048), max_tokens=100)
 

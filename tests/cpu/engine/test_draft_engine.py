@@ -16,8 +16,8 @@ import torch
 
 from penstock.config import Config, SpeculationConfig
 from penstock.contract import Fence, FinishReason, Grammar
-from penstock.engine import build as build_module
-from penstock.engine.build import build, layout_for
+from penstock.engine import sizing
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
 from penstock.engine.execution.replays import cuda_buckets
@@ -246,8 +246,8 @@ def test_what_pads_a_step_drafts_for_nobody(
     """Shapes as on CUDA. Who comes last of a step's prompts has padding behind it, and its drafts are its
     own."""
     monkeypatch.setattr(
-        build_module,
-        "_buckets",
+        sizing,
+        "buckets_for",
         lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk),
     )
     engine = make(TARGET, 8)
@@ -528,7 +528,7 @@ def test_kv_of_any_width_finds_room(
     dims, config = BUILT_IN[TARGET], tiny_config()
     width = dims.num_kv_heads * dims.head_dim
     least = layers * heads * head_dim / width
-    extra = layout_for(drafting(config, draft), dims, torch.device("cpu")).num_layers - dims.num_layers
+    extra = sizing.layout_for(drafting(config, draft), dims, torch.device("cpu")).num_layers - dims.num_layers
     assert least <= extra < least + 1 + heads * head_dim / 16
     plain, engine = make(None), make(draft)
     for length in (5, 40, 100):

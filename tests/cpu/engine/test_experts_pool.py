@@ -18,7 +18,7 @@ from penstock.bench.routing import replay
 from penstock.config import GIB, Config, ExpertsConfig, KvConfig, ModelSource
 from penstock.contract import FinishReason
 from penstock.engine import build as build_module
-from penstock.engine import routed
+from penstock.engine import routed, sizing
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution import pooled as pooled_module
@@ -121,7 +121,7 @@ def test_padding_of_a_captured_step_wants_no_experts(make: Make, monkeypatch: py
     wanted = answers(make(), asked)
     found = []
     for buckets in (lambda *_: (), lambda *_: cuda_buckets(8, 64)):
-        monkeypatch.setattr(build_module, "_buckets", buckets)
+        monkeypatch.setattr(sizing, "buckets_for", buckets)
         engine = make("75%", experts={"guesses": False}, **settings)
         assert answers(engine, asked) == wanted
         figures = engine.stats().experts
@@ -182,7 +182,7 @@ def test_tokens_are_the_same_where_requests_are_retracted(
 ) -> None:
     asked = prompts(20, 33, 18, 25)
     alone = [answers(make(), [prompt], max_tokens=60)[0] for prompt in asked]
-    monkeypatch.setattr(build_module, "_lengths", lambda _: Guess(1))  # most answers are longer
+    monkeypatch.setattr(sizing, "lengths_for", lambda _: Guess(1))  # most answers are longer
     engine = make(share, blocks=12, host_blocks=80, overcommit=4.0)
     found = [submit(engine, prompt, max_tokens=60) for prompt in asked]
     run_all(engine)
@@ -223,9 +223,9 @@ def test_a_random_crowd_gets_the_tokens_it_would_get_alone(
     alone = make(prefix_cache=False, capture=False, prefill_chunk=512)
     asked = [random_request(rng, stems) for _ in range(24)]
     asked += rng.choices(asked, k=10)
-    monkeypatch.setattr(build_module, "_lengths", lambda _: Guess(seed))
+    monkeypatch.setattr(sizing, "lengths_for", lambda _: Guess(seed))
     if seed % 2:  # padded replays, as on CUDA
-        monkeypatch.setattr(build_module, "_buckets", lambda *_: cuda_buckets(32, 64))
+        monkeypatch.setattr(sizing, "buckets_for", lambda *_: cuda_buckets(32, 64))
     engine = make(
         rng.choice(SHARES),
         experts={"guesses": rng.random() < 0.7},
@@ -372,7 +372,7 @@ def test_a_pool_below_the_least_is_refused_with_the_arithmetic() -> None:
 
 @pytest.mark.parametrize(
     ("free_gib", "kv_gib", "room_gib"),
-    [(24, None, 8.75), (24, 8.0, 9.5), (80, 30.0, 43.5), (139, None, None)],
+    [(24, None, 7.38), (24, 8.0, 6.77), (80, 30.0, 40.77), (139, None, None)],
 )
 def test_auto_takes_what_kv_leaves_of_a_gpu(
     free_gib: int, kv_gib: float | None, room_gib: float | None, monkeypatch: pytest.MonkeyPatch
@@ -385,7 +385,7 @@ def test_auto_takes_what_kv_leaves_of_a_gpu(
     facts, device = inspect_model(source), torch.device("cuda", 0)
     assert build_module._as_routed(config, facts, device).source.experts_in_host is (room_gib is not None)
     rest = facts.num_parameters * 2 - routed.all_expert_bytes(facts.config, torch.bfloat16)
-    room = build_module._room_for_experts(config, free_gib * GIB - rest, facts.config, device)
+    room = sizing.room_for_experts(config, free_gib * GIB - rest, facts.config, device)
     assert room is not None
     if room_gib is not None:
         assert room / GIB == pytest.approx(room_gib, abs=0.01)

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.contract import Chunk, KvSource, SnapshotRequest
-from penstock.engine import build as build_module
+from penstock.engine import sizing
 from penstock.engine.engine import Engine
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
@@ -222,11 +222,9 @@ def test_with_room_for_all_of_it_it_gives_what_the_full_cache_gives(
     full = generate(
         build(tiny_config(blocks=120, host_blocks=120, max_model_len=1200)), prompt, max_tokens=40, logprobs=2
     )
-    with_deep = build_module._with_deep
+    with_deep = sizing.with_deep
     room = {"deep_blocks": 32, "resident_blocks": 480}
-    monkeypatch.setattr(
-        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room)
-    )
+    monkeypatch.setattr(sizing, "with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room))
 
     def make(**settings: Any) -> Engine:
         sizes = {

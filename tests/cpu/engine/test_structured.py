@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from penstock.contract import FinishReason, Grammar
-from penstock.engine import build as build_module
+from penstock.engine import sizing
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import InvalidRequest
@@ -139,8 +139,8 @@ def test_in_a_captured_step_its_mask_is_its_own_though_others_before_it_sample_n
     """As on a GPU, where short prompts beside decodes are captured: every chunk has a sample, whether it
     wants one or not."""
     monkeypatch.setattr(
-        build_module,
-        "_buckets",
+        sizing,
+        "buckets_for",
         lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk),
     )
     engine, sanitizer = build_sanitized(tiny_config(blocks=64, max_batch=8, prefill_chunk=64))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.contract import Adapter, Chunk, FinishReason, StepPlan, StepResult, TokenLogprob
-from penstock.engine import build as build_module
+from penstock.engine import sizing
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
@@ -138,7 +138,7 @@ def test_retractions_and_padded_replays_come_out_the_same(
 ) -> None:
     """Requests start again with what they have generated, and steps are padded to captured shapes as on
     CUDA."""
-    monkeypatch.setattr(build_module, "_buckets", lambda *_: cuda_buckets(16, 64))
+    monkeypatch.setattr(sizing, "buckets_for", lambda *_: cuda_buckets(16, 64))
     settings: dict[str, Any] = {"blocks": 24, "max_model_len": 256, "overcommit": 4.0}
     engine = make_engine(**settings)
     penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "temperature": 0.8, "seed": 3}
