@@ -91,6 +91,14 @@ def test_a_broken_store_is_a_miss_without_being_asked(make: Make) -> None:
     assert store.calls.count("find") == 1
 
 
+def test_a_broken_disk_has_nothing_from_the_next_step_on(make: Make) -> None:
+    rig = make(disk := LocalStore())
+    rig.write(KEYS[:1])
+    disk.die()
+    assert rig.read(KEYS[:1]) == [False]
+    assert rig.find(KEYS[:1]) == [MISS]
+
+
 def test_leading_keys_are_counted_over_both_tiers(make: Make) -> None:
     disk, far = LocalStore(), MemoryStore()
     writer = make(far)
