@@ -1,6 +1,5 @@
 """A disk and a shared store under the host memory of another engine. Owns their lanes and the jobs in flight.
-The engine owns its memory and its keys, and leaves the slots of a job alone until it is
-finished.
+The engine owns its memory and its keys, and leaves the slots of a job alone until it is finished.
 
 For any thread. Only `wait_x`, `drain` and `close` block.
 """
@@ -30,7 +29,6 @@ _STUCK = 1.5  # a call to a shared store that takes this many times its timeout 
 _SYNC = object()  # the job of a persist
 
 View = Callable[[int], memoryview]  # a slot's bytes
-
 
 _HASH = blake2b(digest_size=KEY_BYTES, person=b"penstock plugin")  # copied: half the time of a new one
 
@@ -92,7 +90,7 @@ class HostedTiers:
         """Blocks on the disk count as used again, up to the first that is not there."""
         for tier in self.tiers:
             if tier.local:
-                tier.find(keys, 0.0)
+                tier.calls.store.find(keys)  # from memory
 
     def wait_leading(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """How many leading `keys` some tier has, as far as they answer by then."""

@@ -79,7 +79,7 @@ class _Memory:
 class PenstockTier(tiering.SecondaryTierManager):
     """One per scheduler. Not for several threads at once: vLLM holds a lock around each call."""
 
-    medium = getattr(getattr(offload, "Medium", None), "STORAGE", None)  # since 0.26
+    medium = getattr(getattr(offload, "Medium", None), "STORAGE", None)  # since 0.28
 
     def __init__(
         self,
