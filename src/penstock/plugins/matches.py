@@ -84,14 +84,14 @@ class Matches:
     def take_in(self) -> None:
         """Answers that have come since the last call. Tiers that are usable now are asked until the next
         one."""
-        self._disks = [tier.books for tier in self._local if tier.usable]
-        self._asked_tier = self._shared if self._shared is not None and self._shared.usable else None
         for owner in list(self._waiting):
             asked = self._asked.get(owner)
             if asked is not None:
                 asked.take_in()
             if asked is None or not asked.waiting:
                 del self._waiting[owner]
+        self._disks = [tier.books for tier in self._local if tier.usable]
+        self._asked_tier = self._shared if self._shared is not None and self._shared.usable else None
 
     def give_up(self, owner: Hashable, keys: Iterable[bytes]) -> None:
         """They could not be read: `owner` does not find them any more, or it would try for ever."""
