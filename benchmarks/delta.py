@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from penstock.models import triton_delta
 from penstock.models.delta_rule import (
@@ -41,8 +42,19 @@ NUM_LAYERS = 6  # of the states that are measured
 READ_GB_S = 4300.0
 DECODES = (1, 8, 32, 128, 256)
 PROMPTS = ((2048,), (8192,), (1024,) * 8, (4096, 2048, 1024, 512, 256, 128, 64, 64))
-WARPS = (4, 8)
-TOLERANCE = 1e-3
+# other launches than those that the engine has, one after the other
+OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
+    *(("PREPARE", {"num_warps": warps}) for warps in (2, 4)),
+    *(
+        ("CARRY", {"VALUES": values, "num_warps": warps, "num_stages": stages})
+        for values, warps, stages in itertools.product((16, 32, 64), (4, 8), (1, 2))
+    ),
+    *(
+        ("READ", {"VALUES": values, "num_warps": warps})
+        for values, warps in itertools.product((64, 128), (4, 8))
+    ),
+)
+TOLERANCE = 5e-3
 Row = dict[str, Any]
 
 
@@ -131,7 +143,10 @@ def measure(lengths: Sequence[int], decodes: bool) -> Row:
     error = error_of(step)
     assert error < TOLERANCE, f"{lengths[:8]}: {error}"
     state_bytes = 8 * len(lengths) * (DIMS.num_bytes // len(DIMS.layers) // 4)
-    by_head = DIMS.num_value_heads * (2 * DIMS.value_dim + 2 * DIMS.key_dim + triton_delta.CHUNK)
+    by_head = DIMS.num_value_heads * (2 * DIMS.value_dim + DIMS.key_dim)
+    by_head += (
+        DIMS.num_value_heads * DIMS.value_dim * DIMS.key_dim // triton_delta.CHUNK
+    )  # states before chunks
     token_bytes = 0 if decodes else 8 * sum(lengths) * (DIMS.qkv_width + by_head)
     row: Row = {"decodes" if decodes else "prompts": len(lengths) if decodes else lengths, "error": error}
     for name, form in (("kernels", triton_delta.TritonDelta()), ("readable", ReadableDelta(DIMS))):
@@ -141,19 +156,42 @@ def measure(lengths: Sequence[int], decodes: bool) -> Row:
     return row
 
 
+def launches(step: Case) -> Iterator[Row]:
+    """Compiled first, all of them."""
+    once = partial(run, triton_delta.TritonDelta(), step)
+    for wanted in (False, True):
+        for name, other in OTHERS:
+            launch: dict[str, int] = getattr(triton_delta, name)
+            kept = dict(launch)
+            launch |= other
+            try:
+                if wanted:
+                    yield {"launch": name, **other, "ms": timed_ms(once)}
+                else:
+                    once(0)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            finally:
+                launch |= kept
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--launches", action="store_true", help="prompts with other launches, too")
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = [measure([1] * num, True) for num in DECODES]
-    for prepare, run in itertools.product(WARPS, WARPS):
-        triton_delta.PREPARE_WARPS, triton_delta.RUN_WARPS = prepare, run
-        rows += [{**measure(lengths, False), "warps": [prepare, run]} for lengths in PROMPTS]
+    rows += [measure(lengths, False) for lengths in PROMPTS]
     for row in rows:
         print(json.dumps(row))
+    if options.launches:
+        for row in launches(case((8192,), False)):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     if options.json is not None:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
 

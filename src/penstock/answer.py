@@ -73,6 +73,7 @@ class Figures:
     generated_tokens: int = 0  # includes a token that ended the answer, though it has no text
     first_token_s: float = 0.0  # from submit; 0 if no token came
     total_s: float = 0.0
+    expert_wait_s: float | None = None  # of its steps; None: they never wait for experts
     finish: str = ""
 
     @property
@@ -90,10 +91,12 @@ class Figures:
             for tier, place in COLDER.items()
             if (count := getattr(self.kv_source, tier))
         )
+        wait_s = self.expert_wait_s
+        waited = "" if wait_s is None else f", waited {1000 * wait_s:.0f} ms for experts"
         return (
-            f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
-            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache{colder} "
-            f"({self.finish})"
+            f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms"
+            f"{waited}; prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device "
+            f"cache{colder} ({self.finish})"
         )
 
 
@@ -172,6 +175,8 @@ class Answer:
         figures = self._figures
         if event.source is not None:
             figures.kv_source = event.source
+        if event.expert_wait_s is not None:
+            figures.expert_wait_s = (figures.expert_wait_s or 0.0) + event.expert_wait_s
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         if event.finish is FinishReason.ERROR:

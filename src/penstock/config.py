@@ -461,7 +461,7 @@ class ExpertsConfig(Settings):
     on_device: str | None = setting(
         None,
         "keep all experts in host memory and so many of them on the device: GiB such as 8, a share such as "
-        "25%%, or auto: what KV leaves free (unset: all are on the device)",
+        "25%%, or auto: what KV leaves, which is sized by the longest request (unset: all are on the device)",
         name="experts_on_device",
         metavar="X",
     )

@@ -581,6 +581,9 @@ class TokenEvent(NamedTuple):
     # on the first event: some tokens attend to a part of the context only, or to KV computed that way
     scored: bool = False
     totals: Totals | None = None  # on the last event, unless the engine failed
+    # time that steps waited for experts since the event before, or since the request's first step. On the
+    # first event of an engine whose experts come and go, and on later ones if there was any
+    expert_wait_s: float | None = None
 
 
 Listener = Callable[[TokenEvent], None]

@@ -21,7 +21,7 @@ if not INTERPRETED and not torch.cuda.is_available():
         allow_module_level=True,
     )
 
-from penstock.engine import build  # noqa: E402
+from penstock.engine import sizing  # noqa: E402
 from penstock.engine.execution import states as states_  # noqa: E402
 from penstock.engine.execution.batch import Shape  # noqa: E402
 from penstock.models.delta_rule import (  # noqa: E402
@@ -50,6 +50,7 @@ ODD = Recurrence((0, 1), 1, 3, 24, 40, window=3)  # nothing is a power of two
 QWEN = Recurrence((0,), 16, 32, 128, 128, window=4)
 DIMS = {"tiny": TINY, "odd": ODD} if INTERPRETED else {"tiny": TINY, "odd": ODD, "qwen": QWEN}
 TOLERANCE = 2e-5  # of values of about 1
+ROUNDED = 2e-5 if INTERPRETED else 2e-3  # of prompts of a model in 16 bits
 dims_of = pytest.mark.parametrize("name", DIMS)
 
 
@@ -154,7 +155,8 @@ def test_one_token_of_each_request_runs_through_its_state_in_place(
 def test_prompts_of_any_lengths_run_through_their_states_in_one_step(
     name: str, num_decodes: int, prompts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    check(made(DIMS[name], num_decodes, prompts, dtype), DIMS[name])
+    tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
+    check(made(DIMS[name], num_decodes, prompts, dtype), DIMS[name], tolerance)
 
 
 @dims_of
@@ -171,7 +173,7 @@ def test_an_engine_with_these_kernels_gets_the_tokens_of_the_readable_form(
     padding, whose lengths no host knows."""
     monkeypatch.setattr(states_, "form_for", lambda dims, device: TritonDelta())
     shapes = (Shape(1, 1, 1), Shape(2, 2, 2), Shape(8, 1, 1), Shape(17, 3, 3, num_beside=1))
-    monkeypatch.setattr(build, "_buckets", lambda config, limits, device: shapes if capture else ())
+    monkeypatch.setattr(sizing, "buckets_for", lambda config, limits, device: shapes if capture else ())
     config = tiny_config("tiny-qwen3.5", device=DEVICE, max_batch=2, prefill_chunk=16, capture=capture)
     engine, sanitizer = build_sanitized(config)
     asked = [[(7 * place + seed) % 500 for place in range(length)] for seed, length in enumerate((21, 5, 2))]

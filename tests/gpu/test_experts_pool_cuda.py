@@ -110,6 +110,17 @@ def check_counts(engine: Engine, config: Config) -> None:
         assert figures.copied_bytes == (figures.missed + figures.guessed) * 3 * 64 * 32 * 4
 
 
+def test_events_say_how_long_steps_waited_for_experts() -> None:
+    engine, sanitizer = build_sanitized(pooled("9%", {"guesses": False}))
+    found = submit(engine, ASKED[2], max_tokens=12)
+    run_all(engine)
+    waits_s = [event.expert_wait_s for event in found.events if event.expert_wait_s is not None]
+    figures = engine.stats().experts
+    assert figures is not None and 0.0 < sum(waits_s) <= figures.waited_s + 1e-9
+    engine.close(timeout_s=60.0)
+    check_silent(sanitizer)
+
+
 @pytest.fixture(scope="module")
 def whole() -> list[list[int]]:
     """Op by op: a replay of another shape may round in another way."""

@@ -38,6 +38,7 @@ class DecodeBench:
         figure("step median ms", "step_ms.median", 3),
         figure("mean ms", "step_ms.mean", 3),
         figure("p99 ms", "step_ms.p99", 3),
+        figure("waiting for experts ms", "expert_wait_ms", 3),
         figure("tok/s", "tokens_per_s"),
         figure("steps", "num_steps"),
     )
@@ -52,20 +53,23 @@ class DecodeBench:
         if batch > (most := driver.config.engine.max_batch):
             raise Skipped(f"only {most} requests run at once; raise --max-batch")
         driver.require_room({"device": batch * driver.blocks(length)})
-        taken = []
+        taken, waits_s = [], list[float | None]()
         for run in runs(f"decode, batch {batch}", self.repeat, driver.progress):
             for prompt in driver.prompts(batch, self.prompt_tokens, self.seed, batch, run):
-                driver.submit(prompt, self.tokens)
+                last = driver.submit(prompt, self.tokens)
             times_ms = 1000 * np.array(steady_times(driver.run_all(), batch))
+            waits_s.append(last.expert_wait_s)  # its steps decode all requests
             if not len(times_ms):
                 raise Skipped(
                     "the first request finished before the last prompt was done; raise --tokens or "
                     "--prefill-chunk"
                 )
             taken.append(times_ms)
-        del taken[WARM_UP]
+        del taken[WARM_UP], waits_s[WARM_UP]
         steps_ms = np.concatenate(taken)
         mean_ms = float(steps_ms.mean())
+        waited_s = [wait_s for wait_s in waits_s if wait_s is not None]
+        waiting = {"expert_wait_ms": 1e3 * float(np.mean(waited_s)) / (self.tokens - 1)} if waited_s else {}
         return {
             "batch": batch,
             "num_steps": len(steps_ms),
@@ -77,6 +81,7 @@ class DecodeBench:
             },
             "median_ms_by_run": [float(np.median(run)) for run in taken],
             "tokens_per_s": batch / mean_ms * 1000,
+            **waiting,
         }
 
     def draw(self, axes: Any, rows: list[Row]) -> None:

@@ -58,10 +58,14 @@ class Reader:
     tokens: list[int] = field(default_factory=list)
     first_s: float | None = None
     source: KvSource | None = None
+    expert_wait_s: float | None = None  # of steps after the one with its first token
 
     def __call__(self, event: TokenEvent) -> None:
         if event.tokens and self.first_s is None:
             self.first_s = time.perf_counter()
+            self.expert_wait_s = None if event.expert_wait_s is None else 0.0
+        elif self.expert_wait_s is not None:
+            self.expert_wait_s += event.expert_wait_s or 0.0
         self.source = event.source or self.source
         self.tokens.extend(event.tokens)
         self.driver.num_tokens += len(event.tokens)

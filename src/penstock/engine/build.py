@@ -326,8 +326,8 @@ def _models(setup: _Setup) -> _Models:
     config = setup.config = _with_experts(setup)
     loaded = _load(setup, config.source, config.source.deterministic)
     config = setup.config = for_recurrent(config, loaded.model.config)
-    experts, routing = _expert_memory(setup, loaded.model), _routing_counts(setup, loaded)
     proposer = _head(config, loaded) or _draft(setup, loaded)
+    experts, routing = _expert_memory(setup, loaded.model), _routing_counts(setup, loaded)
     own_dims = None if proposer is None else proposer.own_dims
     layout = sizing.layout_for(config, loaded.model.config, device, own_dims)
     group = KvGroup(
@@ -362,6 +362,9 @@ def _as_routed(config: Config, facts: ModelFacts, device: torch.device) -> Confi
     dtype, room = sizing.dtype_of(config, device), None
     if config.experts.on_device is not None:
         rest = facts.num_parameters * dtype.itemsize - all_expert_bytes(facts.config, dtype)
+        if config.speculation.kind == "draft":
+            draft = inspect_model(sizing.draft_source(config), config.engine.max_model_len)
+            rest += draft.num_parameters * dtype.itemsize
         room = sizing.room_for_experts(config, free_bytes(device) - rest, facts.config, device)
     return for_experts(config, facts.config, dtype, room)
 
@@ -378,7 +381,7 @@ def _routing_counts(setup: _Setup, loaded: LoadedModel) -> RoutingCounts | None:
 
 
 def _expert_memory(setup: _Setup, model: Decoder) -> ExpertMemory | None:
-    """Before KV is sized: it takes what is left."""
+    """After all weights are read, and before KV is sized: it takes what is left."""
     config, device = setup.config, setup.device
     if not config.source.experts_in_host:
         return None

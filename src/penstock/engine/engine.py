@@ -53,7 +53,8 @@ class Engine:
         self.residency = parts.residency  # what requests may ask for if they do not fit
         # without a GPU, compute needs the core
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
-        self._outbox = Outbox(all_of(parts.observers.requests))
+        waits = None if parts.experts is None else parts.experts.seconds_waited
+        self._outbox = Outbox(all_of(parts.observers.requests), waits)
         self._seeds = random.Random(parts.seed)
         self._load_exposed_s = 0.0
         self._watch: EngineObserver = all_of(parts.observers.turns) or Unwatched()

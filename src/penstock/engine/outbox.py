@@ -26,13 +26,17 @@ class _Open:
     started_s: float = 0.0
     last_token_s: float = 0.0
     retracted_s: float = 0.0
+    expert_wait_s: float = 0.0  # of all steps so far, at its first step or its last event
 
 
 class Outbox:
     """Listeners of open requests. Used by the engine thread; other threads read only its size."""
 
-    def __init__(self, observer: RequestObserver | None = None) -> None:
-        self._observer = observer
+    def __init__(
+        self, observer: RequestObserver | None = None, expert_wait_s: Callable[[], float] | None = None
+    ) -> None:
+        """`expert_wait_s`: how long all steps have waited for experts so far; None: they never do."""
+        self._observer, self._expert_wait_s = observer, expert_wait_s
         self._open: dict[str, _Open] = {}
         self.after: list[Callable[[], None]] = []  # called when all events of a step are delivered
         self.ttft = Histogram(TTFT_BOUNDS_S)
@@ -60,6 +64,7 @@ class Outbox:
             entry = self._open.get(start.request_id)
             if entry is not None and not entry.started_s:
                 entry.started_s = now
+                entry.expert_wait_s = 0.0 if self._expert_wait_s is None else self._expert_wait_s()
 
     def note_moves(self, moves: Iterable[tuple[str, State]]) -> None:
         """The new states of requests since the last call."""
@@ -98,6 +103,10 @@ class Outbox:
                 )
                 if self._observer is not None and event.source is not None:
                     self._observer.request_answered(event.request_id, event.source, loaded_s, now)
+            if self._expert_wait_s is not None and entry.started_s:
+                before_s, entry.expert_wait_s = entry.expert_wait_s, self._expert_wait_s()
+                if event.source is not None or entry.expert_wait_s > before_s:
+                    event = event._replace(expert_wait_s=entry.expert_wait_s - before_s)
             if event.finish is not None:
                 del self._open[event.request_id]
                 if self._observer is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from penstock.config import GIB, Config
+from penstock.engine.sizing import ExpertRoom
 from penstock.errors import ConfigError
 from penstock.kv.memory import free_bytes
 from penstock.models.model import ModelConfig, Routing
@@ -31,10 +32,9 @@ def all_expert_bytes(dims: ModelConfig, dtype: torch.dtype) -> int:
     return num_routed_layers(dims) * num_experts * expert_bytes(dims, dtype)
 
 
-def for_experts(config: Config, dims: ModelConfig, dtype: torch.dtype, room: int | None) -> Config:
-    """`config` as a model of these dimensions runs with it. `room`: bytes that the device has for all its
-    experts, where --experts-on-device auto takes them; None: for any number. Raises ConfigError by the name
-    of a flag."""
+def for_experts(config: Config, dims: ModelConfig, dtype: torch.dtype, room: ExpertRoom | None) -> Config:
+    """`config` as a model of these dimensions runs with it. `room`: what --experts-on-device auto takes;
+    None: any number. Raises ConfigError by the name of a flag."""
     experts = config.experts
     for flag, given in (
         ("--experts-on-device", experts.on_device),
@@ -48,7 +48,9 @@ def for_experts(config: Config, dims: ModelConfig, dtype: torch.dtype, room: int
         return config
     needed = all_expert_bytes(dims, dtype)
     wanted = experts.wanted_bytes(needed)
-    if (wanted is None and (room is None or room >= needed)) or (wanted is not None and wanted >= needed):
+    if (wanted is None and (room is None or room.num_bytes >= needed)) or (
+        wanted is not None and wanted >= needed
+    ):
         log.info("all experts are on the device: %.2f GiB", needed / GIB)
         return replace(config, experts=replace(experts, on_device=None, guesses=True))
     if wanted is not None:
@@ -77,20 +79,28 @@ def _check_source(config: Config) -> None:
 
 
 def num_expert_slots(
-    config: Config, dims: ModelConfig, dtype: torch.dtype, room: int | None, free: int
+    config: Config, dims: ModelConfig, dtype: torch.dtype, room: ExpertRoom | None, free: int
 ) -> int:
-    """Experts that the device has. `room`: bytes that auto takes; `free`: bytes of the device."""
-    text, needed = config.experts.on_device, all_expert_bytes(dims, dtype)
+    """Experts that the device has. `room`: what auto takes; `free`: bytes of the device."""
+    text, needed, why = config.experts.on_device, all_expert_bytes(dims, dtype), ""
     num_bytes = config.experts.wanted_bytes(needed)
     if num_bytes is None:
-        num_bytes = needed if room is None else min(room, needed)
+        num_bytes = needed
+        if room is not None:
+            num_bytes, why = min(room.num_bytes, needed), f" beside {room.beside}"
     num = check_slots(config, dims, dtype, num_bytes)
     if num_bytes > free:
         raise ConfigError(
             f"--experts-on-device {text}: {num_bytes / GIB:.2f} GiB, of which {free / GIB:.2f} GiB are free"
         )
-    kept = num * expert_bytes(dims, dtype)
-    log.info("experts: %.2f GiB in host memory, %.2f GiB of them on the device", needed / GIB, kept / GIB)
+    assert dims.routing is not None
+    every, kept = needed / GIB, num * expert_bytes(dims, dtype) / GIB
+    share = dims.routing.top_k / dims.routing.num_experts  # of all experts, those of one token
+    log.info(
+        "experts: %.2f GiB in host memory, %.2f GiB of them on the device%s; if all were hit alike, a token "
+        "alone in its step would miss %.2f GiB, and %.3f less for each GiB more",
+        *(every, kept, why, (every - kept) * share, share),
+    )
     return num
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from penstock.kv.build import KvGroup
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout, StateLayout, free_bytes
 from penstock.models.decoder import Decoder
+from penstock.models.delta_rule import CHUNK_TOKENS
 from penstock.models.loader import inspect_model
 from penstock.models.model import ModelConfig, Recurrence
 from penstock.speculation.draft import num_draft_layers
@@ -38,7 +40,9 @@ _CUDA_DELAY_S = 1.2
 # Least tokens of a chunk: with fewer, launch overhead and reading the weights are a large share.
 _CUDA_MIN_CHUNK = 512
 _CPU_MIN_CHUNK = 64
-_MAX_STEP_DRAFTS = 64  # verified in one step: with many decoding requests, each further row costs time
+_BESIDE_LONGEST = 1.25  # KV beside experts: the longest request, and some room for others
+_GIVEN = "as given"
+_MAX_STEP_DRAFTS = 128  # verified in one step: 4 of each of 32 requests
 
 
 def layout_for(
@@ -115,18 +119,48 @@ def blocks_that_fit(config: Config, layout: BlockLayout, model: Decoder) -> int:
     return min(num_blocks, 4 * most)
 
 
-def room_for_experts(config: Config, free: float, dims: ModelConfig, device: torch.device) -> int | None:
-    """Bytes of `free` that --experts-on-device auto takes: what KV leaves, or half where no size is given.
-    None: any number, on a CPU."""
+class ExpertRoom(NamedTuple):
+    """What --experts-on-device auto takes, if all experts do not fit."""
+
+    num_bytes: int
+    beside: str  # what KV gets, and why
+
+
+def room_for_experts(
+    config: Config, free: float, dims: ModelConfig, device: torch.device
+) -> ExpertRoom | None:
+    """Of `free` bytes. None: any number, on a CPU."""
     if device.type != "cuda":
         return None
-    free -= _CUDA_SPARE_GIB * GIB + working_bytes(config, dims, device)
-    kv_bytes = free / 2
-    if config.kv.device_blocks is not None:
-        kv_bytes = config.kv.device_blocks * layout_for(config, dims, device).block_bytes
-    elif config.kv.device_gib is not None:
-        kv_bytes = config.kv.device_gib * GIB
-    return max(0, int(free - kv_bytes))
+    spare = _CUDA_SPARE_GIB * GIB + working_bytes(config, dims, device)
+    kv_bytes, why = kv_beside_experts(config, dims, layout_for(config, dims, device), free - spare)
+    if why is not _GIVEN:  # KV is sized by what is left, of which it leaves a share
+        spare = max(spare, kv_bytes * _CUDA_SPARE_SHARE / (1 - _CUDA_SPARE_SHARE))
+    return ExpertRoom(max(0, int(free - spare - kv_bytes)), f"{kv_bytes / GIB:.2f} GiB for KV, {why}")
+
+
+def kv_beside_experts(
+    config: Config, dims: ModelConfig, layout: BlockLayout, room: float
+) -> tuple[float, str]:
+    """Bytes of `room` that KV gets before experts, and why.
+
+    A step reads all KV of a running request, but of the experts only those that its tokens hit. So the
+    longest request comes first. Requests beside it hit experts of their own, nearly as many again, so room
+    for many of them is worth less than experts."""
+    kv, most = config.kv, config.engine.max_batch
+    if kv.device_blocks is not None:
+        return kv.device_blocks * layout.block_bytes, _GIVEN
+    if kv.device_gib is not None:
+        return kv.device_gib * GIB, _GIVEN
+    tokens = config.engine.max_model_len or dims.default_len
+    tokens = min(tokens, kv.resident_tokens or tokens)
+    longest = blocks_for(tokens, layout.block_tokens) * layout.block_bytes
+    wanted = max(
+        (room / 8, "an eighth of what is left"),
+        (_BESIDE_LONGEST * longest, f"{_BESIDE_LONGEST:g} times a request of {tokens} tokens"),
+    )
+    limits = (room / 2, "half of what is left"), (most * longest, f"{most} requests of {tokens} tokens")
+    return min(wanted, *limits)
 
 
 def working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> float:
@@ -144,8 +178,11 @@ def working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> fl
     states = state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
+        per_token += (
+            c.recurrence.num_bytes / len(c.recurrence.layers) / CHUNK_TOKENS
+        )  # kept before each chunk
         states += num_replayed(config, device, num_drafts) * c.vocab * item_bytes
-    return tokens * per_token + config.engine.max_batch * c.vocab * per_logit + states
+    return tokens * per_token + (config.engine.max_batch + num_drafts) * c.vocab * per_logit + states
 
 
 def num_replayed(config: Config, device: torch.device, num_drafts: int) -> int:

@@ -211,6 +211,9 @@ class CudaLane:
         # The collector may find a graph or pinned memory, and freeing those is an error while a stream
         # captures.
         gc.disable()
+        # Each thread has a handle of cuBLAS, which cannot be made during a capture; ops may run on another.
+        with torch.cuda.stream(self.stream):
+            torch.cuda.current_blas_handle()
         try:
             # thread_local: other lanes keep allocating and copying on their threads
             with (
@@ -218,6 +221,8 @@ class CudaLane:
                 torch.cuda.graph(graph, self._graph_memory, self.stream, capture_error_mode="thread_local"),
             ):
                 yield recording
+        except torch.AcceleratorError as broken:  # by the op that failed
+            raise recording.error or broken from None
         finally:
             self._recording = None
             if collects:

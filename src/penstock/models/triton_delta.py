@@ -4,13 +4,14 @@ readable form is `delta_rule.py`, whose arithmetic and float32 these follow. Own
 
     every step         gates, gated_norm                                before and after
     one token each     convolve_step, delta_step                        every request of the step at once
-    prompts            convolve, keep_window, prepare_chunks, run_chunks    requests of any lengths at once
+    prompts            convolve, keep_window                            requests of any lengths at once
+                       prepare_chunks, carry_state, read_chunks
 
 Launches depend on shapes and on the most tokens that a request may have; where each begins and ends is read
 on the device, so steps can be captured. In a chunk, what each token stores depends on what those before it
-have stored: `prepare_chunks` solves that for all chunks at once, `run_chunks` then takes a state through the
-chunks of its request. Padding shares a row: its programs may overtake each other, and what they leave there
-is finite and of no use.
+have stored: `prepare_chunks` solves that for all chunks at once, `carry_state` takes a state through the
+chunks of its request and keeps it before each, `read_chunks` reads all of them at once. Padding shares a row:
+its programs may overtake each other, and what they leave there is finite and of no use.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from penstock.models.delta_rule import DeltaInputs, LayerStates, Prompts
 CHUNK = 64  # tokens whose system is solved at once; also those that a program of the convolution takes
 CHANNELS = 128  # of the convolution, per program
 STEP_VALUES = 32  # values of a head per program of a step: more programs than heads
-RUN_VALUES = 64  # the same of chunks: a part of the state stays in registers
 GATES = 256  # values per program
 NORM_HEADS = 8  # heads per program
-PREPARE_WARPS, RUN_WARPS = 8, 8
-STAGES = 1  # of both: with more, loads of the next chunk take shared memory that products need
-# Products of float32 on tensor cores, in three of half the precision: as exact as sums in float32 are.
-PRECISION = "tf32x3"
+# Launches of the kernels for prompts. VALUES: of a head per program.
+PREPARE = {"num_warps": 8, "num_stages": 1}
+CARRY = {"num_warps": 8, "num_stages": 1, "VALUES": 32}
+READ = {"num_warps": 4, "num_stages": 1, "VALUES": 64}
+# Products of float32 on tensor cores. In three of less precision they are as exact as sums in float32 are;
+# one is more exact than the inputs of a model in 16 bits.
+EXACT, ROUNDED = "tf32x3", "tf32"
 _LEAST_SQUARE = 1e-6  # added to the square of a length, as in `delta_rule.py`
 # Views of packed inputs, which have any alignment: one compiled kernel serves every step.
 _STEP_TENSORS = ["rows_ptr", "starts_ptr"]
@@ -73,27 +76,31 @@ class TritonDelta:
         if prompts.lengths is None:
             found.zero_()  # tokens of no request write KV, too, which has to be finite
         taken = mixed.new_empty(len(mixed), sizes["HEADS"], sizes["KEY_DIM"])
-        inside = mixed.new_empty(len(mixed), sizes["HEADS"], CHUNK)
         total = mixed.new_empty(len(mixed), sizes["HEADS"])
+        # every request has a first chunk, and begins behind the last one of the request before
+        states_before = mixed.new_empty(len(mixed) // CHUNK + num, *states.matrices.shape[1:])
+        exact = inputs.qkv.dtype == torch.float32
+        sizes |= {"CHUNK": CHUNK, "PRECISION": EXACT if exact else ROUNDED}
         prepare_chunks_kernel[num * chunks, sizes["HEADS"]](
-            *(mixed, inputs.decay.contiguous(), inputs.beta.contiguous(), found, taken, inside, total),
+            *(mixed, inputs.decay.contiguous(), inputs.beta.contiguous(), found, taken, total),
             *(prompts.starts, prompts.before, chunks),
             **sizes,
-            CHUNK=CHUNK,
-            PRECISION=PRECISION,
-            num_warps=PREPARE_WARPS,
-            num_stages=STAGES,
+            **PREPARE,
         )
-        values = min(RUN_VALUES, triton.next_power_of_2(sizes["VALUE_DIM"]))
-        run_chunks_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], values)](
-            *(mixed, found, taken, inside, total, states.matrices),
+        carry, read = (
+            launch | {"VALUES": min(launch["VALUES"], triton.next_power_of_2(sizes["VALUE_DIM"]))}
+            for launch in (CARRY, READ)
+        )
+        carry_state_kernel[num, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], carry["VALUES"])](
+            *(mixed, found, taken, total, states_before, states.matrices),
             *(prompts.rows, prompts.starts, prompts.before, states.matrices.stride(0)),
             **sizes,
-            CHUNK=CHUNK,
-            VALUES=values,
-            PRECISION=PRECISION,
-            num_warps=RUN_WARPS,
-            num_stages=STAGES,
+            **carry,
+        )
+        read_chunks_kernel[num * chunks, sizes["HEADS"], triton.cdiv(sizes["VALUE_DIM"], read["VALUES"])](
+            *(mixed, found, total, states_before, prompts.starts, prompts.before, chunks),
+            **sizes,
+            **read,
         )
         return found
 
@@ -372,6 +379,42 @@ def _unit(x, LEAST: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) + LEAST)[:, None]
 
 
+@triton.jit
+def _inverse(system, places, PRECISION: tl.constexpr):
+    """Of ones and what lies below them in `system`, [64, 64]. Of the blocks of 16 on the diagonal row by row,
+    all four at once: each row is one of its own and rows before it. With these blocks as B, and E = B times
+    what is below the blocks, the inverse of the whole is (1 - E)(1 + E^2) B, since E^4 is 0."""
+    below = tl.where(places[:, None] > places[None, :], system, 0.0)
+    own_block = places[:, None] // 16 == places[None, :] // 16
+    blocks, row = tl.arange(0, 4), tl.arange(0, 16)
+    is_own = blocks[:, None, None, None] == blocks[None, None, :, None]
+    solved = -tl.sum(tl.where(is_own, tl.reshape(below, (4, 16, 4, 16)), 0.0), 2)  # [block, row, column]
+    for place in range(1, 16):
+        is_row = (row == place)[None, :, None]
+        own = tl.sum(tl.where(is_row, solved, 0.0), 1)
+        own += tl.sum(tl.where((row < place)[None, :], own, 0.0)[:, :, None] * solved, 1)
+        solved = tl.where(is_row, own[:, None, :], solved)
+    solved += tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
+    whole = tl.where(is_own, tl.broadcast_to(solved[:, :, None, :], (4, 16, 4, 16)), 0.0)
+    inverse = tl.reshape(whole, (64, 64))
+    more = tl.dot(inverse, tl.where(own_block, 0.0, below), input_precision=PRECISION)
+    inverse += tl.dot(tl.dot(more, more, input_precision=PRECISION), inverse, input_precision=PRECISION)
+    return inverse - tl.dot(more, inverse, input_precision=PRECISION)
+
+
+@triton.jit
+def _queries_and_keys(at, width, by_key, KEY_DIM: tl.constexpr, LEAST: tl.constexpr):
+    q = _unit(tl.load(at, mask=by_key, other=0.0), LEAST) * (KEY_DIM**-0.5)
+    return q, _unit(tl.load(at + width // 2, mask=by_key, other=0.0), LEAST)
+
+
+@triton.jit
+def _decays(total, places):
+    """What is left of each token of a chunk at each later one, and at itself."""
+    seen = places[:, None] >= places[None, :]
+    return tl.where(seen, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
+
+
 @triton.jit(do_not_specialize=[*_STEP_TENSORS, "before", "chunks"])
 def prepare_chunks_kernel(
     mixed_ptr,  # float32 [T, WIDTH]
@@ -379,7 +422,6 @@ def prepare_chunks_kernel(
     beta_ptr,
     stored_ptr,  # float32 [T, HEADS, VALUE_DIM]: what tokens store, if the state before the chunk is zero
     taken_ptr,  # float32 [T, HEADS, KEY_DIM]: the keys under which they take from that state
-    inside_ptr,  # float32 [T, HEADS, CHUNK]: what a token reads of each one of its chunk
     total_ptr,  # float32 [T, HEADS]: the decay since the chunk began
     starts_ptr,
     before,
@@ -406,26 +448,13 @@ def prepare_chunks_kernel(
     by_key = is_token[:, None] & (keys < KEY_DIM)[None, :]
     width = WIDTH - HEADS * VALUE_DIM
     key_at = mixed_ptr + tokens[:, None] * WIDTH + head // SHARED * KEY_DIM + keys[None, :]
-    q = _unit(tl.load(key_at, mask=by_key, other=0.0), LEAST) * (KEY_DIM**-0.5)
     k = _unit(tl.load(key_at + width // 2, mask=by_key, other=0.0), LEAST)
     # A token behind the last has no decay and stores nothing.
     beta = tl.load(beta_ptr + tokens * HEADS + head, mask=is_token, other=0.0)
     total = tl.cumsum(tl.load(decay_ptr + tokens * HEADS + head, mask=is_token, other=0.0), 0)
-    seen = places[:, None] >= places[None, :]
-    weight = tl.where(seen, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
-    inside = tl.dot(q, tl.trans(k), input_precision=PRECISION) * weight
-    in_chunk = (tokens * HEADS + head)[:, None] * CHUNK + places[None, :]
-    tl.store(inside_ptr + in_chunk, inside, mask=is_token[:, None])
     tl.store(total_ptr + tokens * HEADS + head, total, mask=is_token)
-    system = tl.dot(k * beta[:, None], tl.trans(k), input_precision=PRECISION) * weight
-    # The inverse of ones and what lies below them, row by row: each is one of its own and rows before it.
-    solved = tl.where(places[:, None] > places[None, :], -system, 0.0)
-    for place in range(1, CHUNK):
-        is_row = places == place
-        own = tl.sum(tl.where(is_row[:, None], solved, 0.0), 0)
-        own += tl.sum(tl.where(places < place, own, 0.0)[:, None] * solved, 0)
-        solved = tl.where(is_row[:, None], own[None, :], solved)
-    solved += tl.where(places[:, None] == places[None, :], 1.0, 0.0)
+    system = tl.dot(k * beta[:, None], tl.trans(k), input_precision=PRECISION) * _decays(total, places)
+    solved = _inverse(system, places, PRECISION)
     taken = tl.dot(solved, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
     tl.store(taken_ptr + (tokens * HEADS + head)[:, None] * KEY_DIM + keys[None, :], taken, mask=by_key)
     for value in tl.static_range(0, VALUE_DIM, KEYS):
@@ -439,12 +468,12 @@ def prepare_chunks_kernel(
 
 
 @triton.jit(do_not_specialize=[*_STEP_TENSORS, "before"])
-def run_chunks_kernel(
+def carry_state_kernel(
     mixed_ptr,
-    out_ptr,  # what tokens store, then what they return
+    stored_ptr,  # what tokens store, then with the state before their chunk
     taken_ptr,
-    inside_ptr,
     total_ptr,
+    states_ptr,  # float32 [chunks, HEADS, KEY_DIM, VALUE_DIM]: before each chunk
     matrices_ptr,
     rows_ptr,
     starts_ptr,
@@ -469,28 +498,75 @@ def run_chunks_kernel(
     places, keys = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
-    at = matrices_ptr + row * row_stride + (head * KEY_DIM + keys)[:, None] * VALUE_DIM + values[None, :]
-    state = tl.load(at, mask=is_key[:, None] & is_value[None, :], other=0.0)
+    real = is_key[:, None] & is_value[None, :]
+    in_head = (head * KEY_DIM + keys)[:, None] * VALUE_DIM + values[None, :]
+    state = tl.load(matrices_ptr + row * row_stride + in_head, mask=real, other=0.0)
+    state_at = states_ptr + (first // CHUNK + request) * (HEADS * KEY_DIM * VALUE_DIM) + in_head
     width = WIDTH - HEADS * VALUE_DIM
     for start in range(0, length, CHUNK):
+        tl.store(state_at, state, mask=real)
+        state_at += HEADS * KEY_DIM * VALUE_DIM
         tokens, is_token = first + start + places, start + places < length
         by_head = tokens * HEADS + head
         by_key, by_value = is_token[:, None] & is_key[None, :], is_token[:, None] & is_value[None, :]
-        key_at = mixed_ptr + tokens[:, None] * WIDTH + head // SHARED * KEY_DIM + keys[None, :]
-        q = _unit(tl.load(key_at, mask=by_key, other=0.0), LEAST) * (KEY_DIM**-0.5)
-        k = _unit(tl.load(key_at + width // 2, mask=by_key, other=0.0), LEAST)
+        key_at = mixed_ptr + tokens[:, None] * WIDTH + width // 2 + head // SHARED * KEY_DIM + keys[None, :]
+        k = _unit(tl.load(key_at, mask=by_key, other=0.0), LEAST)
         last = tl.load(total_ptr + (first + tl.minimum(start + CHUNK, length) - 1) * HEADS + head)
         total = tl.load(total_ptr + by_head, mask=is_token, other=0.0)
         taken_at = taken_ptr + by_head[:, None] * KEY_DIM + keys[None, :]
         taken = tl.load(taken_at, mask=by_key, other=0.0)
-        inside_at = inside_ptr + by_head[:, None] * CHUNK + places[None, :]
-        inside = tl.load(inside_at, mask=is_token[:, None], other=0.0)
-        out_at = out_ptr + by_head[:, None] * VALUE_DIM + values[None, :]
-        stored = tl.load(out_at, mask=by_value, other=0.0)
+        stored_at = stored_ptr + by_head[:, None] * VALUE_DIM + values[None, :]
+        stored = tl.load(stored_at, mask=by_value, other=0.0)
         stored -= tl.dot(taken, state, input_precision=PRECISION)
-        out = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
-        out = tl.dot(inside, stored, out, input_precision=PRECISION)
-        tl.store(out_at, out, mask=by_value)
+        tl.store(stored_at, stored, mask=by_value)
         left = tl.where(is_token, tl.exp(last - total), 0.0)  # of what a token stores, at the chunk's end
         state = tl.dot(tl.trans(k * left[:, None]), stored, state * tl.exp(last), input_precision=PRECISION)
-    tl.store(at, state, mask=is_key[:, None] & is_value[None, :])
+    tl.store(matrices_ptr + row * row_stride + in_head, state, mask=real)
+
+
+@triton.jit(do_not_specialize=[*_STEP_TENSORS, "before", "chunks"])
+def read_chunks_kernel(
+    mixed_ptr,
+    out_ptr,  # what tokens store, then what they return
+    total_ptr,
+    states_ptr,
+    starts_ptr,
+    before,
+    chunks,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (i, j, l): some values of head j, read by one chunk of one request."""
+    request, head = tl.program_id(0) // chunks, tl.program_id(1)
+    first = tl.load(starts_ptr + request).to(tl.int64) - before
+    length = tl.load(starts_ptr + request + 1) - before - first
+    chunk = tl.program_id(0) % chunks
+    start = chunk * CHUNK
+    if start >= length:
+        return
+    places, keys = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    tokens, is_token = first + start + places, start + places < length
+    by_head = tokens * HEADS + head
+    by_key, by_value = is_token[:, None] & is_key[None, :], is_token[:, None] & is_value[None, :]
+    width = WIDTH - HEADS * VALUE_DIM
+    key_at = mixed_ptr + tokens[:, None] * WIDTH + head // SHARED * KEY_DIM + keys[None, :]
+    q, k = _queries_and_keys(key_at, width, by_key, KEY_DIM, LEAST)
+    total = tl.load(total_ptr + by_head, mask=is_token, other=0.0)
+    inside = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decays(total, places)
+    in_head = (head * KEY_DIM + keys)[:, None] * VALUE_DIM + values[None, :]
+    state_at = states_ptr + (first // CHUNK + request + chunk) * (HEADS * KEY_DIM * VALUE_DIM) + in_head
+    state = tl.load(state_at, mask=is_key[:, None] & is_value[None, :], other=0.0)
+    out = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
+    out_at = out_ptr + by_head[:, None] * VALUE_DIM + values[None, :]
+    stored = tl.load(out_at, mask=by_value, other=0.0)
+    tl.store(out_at, tl.dot(inside, stored, out, input_precision=PRECISION), mask=by_value)

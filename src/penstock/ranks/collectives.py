@@ -32,21 +32,29 @@ class Collectives:
         self.split = split
         self._group = group
         self._why = why
+        # On the caller's stream: NCCL's own one would add two events to each call.
+        self._sum, self._gather, self._broadcast = (
+            _dist.AllreduceOptions(),
+            torch._C._distributed_c10d.AllgatherOptions(),
+            _dist.BroadcastOptions(),
+        )
+        for one in (self._sum, self._gather, self._broadcast):
+            one.asyncOp = False
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._wait(lambda: self._group.allreduce([x]))
+        self._wait(lambda: self._group.allreduce([x], self._sum))
         return x
 
     def joined(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.split.size)]
-        self._wait(lambda: self._group.allgather([parts], [x]))
+        self._wait(lambda: self._group.allgather([parts], [x], self._gather))
         return torch.cat(parts, dim=-1)
 
     def tell(self, x: Tensor) -> None:
         """Every rank's `x` becomes that of rank 0."""
-        self._wait(lambda: self._group.broadcast(x, 0))
+        self._wait(lambda: self._group.broadcast([x], self._broadcast))
 
     def abort(self) -> None:
         """End calls that wait for a rank that is gone."""
@@ -57,7 +65,9 @@ class Collectives:
 
     def _wait(self, call: Callable[[], Any]) -> None:
         try:
-            call().wait()
+            work = call()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise self._why() or RankLost(f"another rank did not take part in a step: {error}") from error
 

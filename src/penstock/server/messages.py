@@ -13,7 +13,7 @@ from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, Heading, Json
+from penstock.server.replies import BlockKind, BlockReply, Heading, Json, expert_wait_of
 from penstock.server.thinking import switched
 from penstock.server.tools import (
     MAX_DEPTH,
@@ -371,4 +371,5 @@ def usage_of(usage: Json) -> Json:
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
         **details,
+        **expert_wait_of(usage),
     }

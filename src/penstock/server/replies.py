@@ -293,6 +293,8 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": details,
     }
+    if waits_s := [choice.expert_wait_s for choice in choices if choice.expert_wait_s is not None]:
+        usage["expert_wait_ms"] = round(1e3 * max(waits_s), 3)  # choices share their steps
     if num_drafts := sum(choice.num_drafts for choice in choices):
         num_accepted = sum(choice.num_accepted for choice in choices)
         usage["completion_tokens_details"] = {
@@ -300,6 +302,11 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
             "accepted_draft_tokens": num_accepted,
         }
     return usage
+
+
+def expert_wait_of(usage: Json) -> Json:
+    """Empty where no step waits for experts."""
+    return {name: value for name, value in usage.items() if name == "expert_wait_ms"}
 
 
 # ------------------------------------------------------------------------------------- answers made of blocks

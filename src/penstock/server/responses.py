@@ -11,7 +11,15 @@ import msgspec
 from penstock.errors import InvalidRequest, ResponseMissing
 from penstock.server import schema
 from penstock.server.kept import KeptResponse
-from penstock.server.replies import BlockKind, BlockReply, ChatScores, Heading, Json, obfuscated
+from penstock.server.replies import (
+    BlockKind,
+    BlockReply,
+    ChatScores,
+    Heading,
+    Json,
+    expert_wait_of,
+    obfuscated,
+)
 from penstock.server.thinking import Effort
 from penstock.server.tools import (
     MOST_TOOLS,
@@ -358,6 +366,7 @@ class ResponsesReply(BlockReply):
                 "reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0
             },
             "total_tokens": usage["total_tokens"],
+            **expert_wait_of(usage),
         }
 
     # ---- items

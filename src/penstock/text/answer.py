@@ -255,6 +255,7 @@ class ChoiceText:
         self.num_drafts = self.num_accepted = 0  # drafts proposed for it, and kept
         self.source: KvSource | None = None
         self.scored = False  # it attends to a part of its context
+        self.expert_wait_s: float | None = None  # None: no step waits for experts
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
         # A grammar has seen the blank that a text may begin with, so the client gets it, too.
@@ -288,6 +289,8 @@ class ChoiceText:
                 of_prompt = event.prompt_logprobs
             self.num_drafts += event.drafted
             self.num_accepted += event.accepted
+            if event.expert_wait_s is not None:
+                self.expert_wait_s = (self.expert_wait_s or 0.0) + event.expert_wait_s
             if self._echo is not None:
                 parts.append(self._open(self._echo, event))
                 self._echo = None

@@ -11,8 +11,9 @@ from penstock.bench.decode import DecodeBench, RestoreBench, steady_times
 from penstock.bench.report import print_table
 from penstock.bench.run import Driver, Stepped
 from penstock.cli import main
-from penstock.config import GIB, OffloadConfig
+from penstock.config import GIB, ExpertsConfig, OffloadConfig
 from penstock.engine.build import build
+from tests.support.driving import tiny_config
 
 TINY = ["--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64"]
 
@@ -43,8 +44,16 @@ def test_every_run_contributes_its_steady_steps_and_shares_nothing_with_others(e
         step = row["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["p99"]
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / step["mean"] * 1000)
-        assert len(row["median_ms_by_run"]) == 2
+        assert len(row["median_ms_by_run"]) == 2 and "expert_wait_ms" not in row
     assert engine.stats().prompt_tokens["device"] == 0
+
+
+def test_a_row_says_how_long_a_step_waited_for_experts_that_come_and_go():
+    config = replace(tiny_config("tiny-qwen3-moe"), experts=ExpertsConfig("9%", guesses=False))
+    engine = build(config)
+    (row,) = DecodeBench((2,), 40, 12, repeat=1, seed=0).measure(Driver(engine, config)).rows
+    assert 0 < row["expert_wait_ms"] < row["step_ms"]["mean"] * 12
+    engine.close(timeout_s=20.0)
 
 
 @pytest.mark.parametrize(

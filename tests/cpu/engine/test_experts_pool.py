@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ import pytest
 import torch
 
 from penstock.bench.routing import replay
-from penstock.config import GIB, Config, ExpertsConfig, KvConfig, ModelSource
+from penstock.config import (
+    GIB,
+    Config,
+    EngineConfig,
+    ExpertsConfig,
+    KvConfig,
+    ModelSource,
+    SpeculationConfig,
+)
 from penstock.contract import FinishReason
 from penstock.engine import build as build_module
 from penstock.engine import routed, sizing
@@ -370,9 +379,20 @@ def test_a_pool_below_the_least_is_refused_with_the_arithmetic() -> None:
     assert str(error.value) == f"{said}layer: give at least 0.0001"
 
 
+def room_of(free_gib: float, config: Config) -> sizing.ExpertRoom:
+    facts = inspect_model(config.source)
+    rest = facts.num_parameters * 2 - routed.all_expert_bytes(facts.config, torch.bfloat16)
+    room = sizing.room_for_experts(config, free_gib * GIB - rest, facts.config, torch.device("cuda", 0))
+    assert room is not None
+    return room
+
+
+LARGE = ModelSource("qwen3-30b-a3b", load_format="dummy", device="cuda")
+
+
 @pytest.mark.parametrize(
     ("free_gib", "kv_gib", "room_gib"),
-    [(24, None, 7.38), (24, 8.0, 6.77), (80, 30.0, 40.77), (139, None, None)],
+    [(24, None, 10.08), (24, 8.0, 6.77), (48, None, 33.92), (80, 30.0, 40.77), (80, None, None)],
 )
 def test_auto_takes_what_kv_leaves_of_a_gpu(
     free_gib: int, kv_gib: float | None, room_gib: float | None, monkeypatch: pytest.MonkeyPatch
@@ -380,15 +400,61 @@ def test_auto_takes_what_kv_leaves_of_a_gpu(
     """Of Qwen3-30B-A3B, whose experts take 54 GiB and whose other weights 2.9. None: all of them fit."""
     monkeypatch.setattr(build_module, "free_bytes", lambda device: free_gib * GIB)
     monkeypatch.setattr(routed, "free_bytes", lambda device: 120 * GIB)
-    source = ModelSource("qwen3-30b-a3b", load_format="dummy", device="cuda")
-    config = Config(source, KvConfig(device_gib=kv_gib), experts=ExpertsConfig("auto"))
-    facts, device = inspect_model(source), torch.device("cuda", 0)
-    assert build_module._as_routed(config, facts, device).source.experts_in_host is (room_gib is not None)
-    rest = facts.num_parameters * 2 - routed.all_expert_bytes(facts.config, torch.bfloat16)
-    room = sizing.room_for_experts(config, free_gib * GIB - rest, facts.config, device)
-    assert room is not None
+    config = Config(LARGE, KvConfig(device_gib=kv_gib), experts=ExpertsConfig("auto"))
+    facts = inspect_model(LARGE)
+    of = build_module._as_routed(config, facts, torch.device("cuda", 0))
+    assert of.source.experts_in_host is (room_gib is not None)
     if room_gib is not None:
-        assert room / GIB == pytest.approx(room_gib, abs=0.01)
+        assert room_of(free_gib, config).num_bytes / GIB == pytest.approx(room_gib, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv", "beside"),
+    [
+        ({"max_model_len": 8192}, {}, "2.85 GiB for KV, an eighth of what is left"),
+        ({}, {}, "4.69 GiB for KV, 1.25 times a request of 40960 tokens"),
+        (
+            {"max_model_len": 131072},
+            {"resident_tokens": 65536},
+            "7.50 GiB for KV, 1.25 times a request of 65536 tokens",
+        ),
+        ({"max_model_len": 131072}, {}, "11.38 GiB for KV, half of what is left"),
+        ({"max_model_len": 8192, "max_batch": 4}, {}, "3.00 GiB for KV, 4 requests of 8192 tokens"),
+        ({}, {"device_gib": 3.0}, "3.00 GiB for KV, as given"),
+        ({}, {"device_blocks": 1024}, "1.50 GiB for KV, as given"),
+    ],
+)
+def test_auto_gives_kv_what_the_requests_can_use_and_says_why(
+    engine: dict[str, Any], kv: dict[str, Any], beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU with 32 GiB; 1,024 tokens of KV take 96 MiB. KV is sized by what is left then."""
+    config = Config(LARGE, KvConfig(**kv), engine=EngineConfig(**engine))
+    room = room_of(32, config)
+    assert room.beside == beside
+    facts, device = inspect_model(LARGE), torch.device("cuda", 0)
+    rest = facts.num_parameters * 2 - routed.all_expert_bytes(facts.config, torch.bfloat16)
+    monkeypatch.setattr(sizing, "free_bytes", lambda _: 32 * GIB - rest - room.num_bytes)
+    layout = sizing.layout_for(config, facts.config, device)
+    model: Any = SimpleNamespace(config=facts.config, device=device)
+    blocks = sizing.blocks_that_fit(config, layout, model)
+    assert blocks * layout.block_bytes / GIB == pytest.approx(float(beside.split()[0]), abs=0.01)
+
+
+@pytest.mark.parametrize(("proposer", "is_pooled"), [(None, False), ("draft:qwen3-4b", True)])
+def test_auto_counts_the_weights_of_a_draft_model(
+    proposer: str | None, is_pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that holds all experts holds 7.5 GiB less of them beside a draft model."""
+    monkeypatch.setattr(build_module, "free_bytes", lambda device: 74 * GIB)
+    monkeypatch.setattr(routed, "free_bytes", lambda device: 120 * GIB)
+    config = Config(
+        LARGE,
+        experts=ExpertsConfig("auto"),
+        speculation=SpeculationConfig(proposer),
+        kv=KvConfig(device_gib=4.0),
+    )
+    of = build_module._as_routed(config, inspect_model(LARGE), torch.device("cuda", 0))
+    assert of.source.experts_in_host is is_pooled
 
 
 def test_host_memory_that_cannot_hold_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

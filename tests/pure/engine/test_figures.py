@@ -110,6 +110,20 @@ def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock
     assert [(event.loaded_s, event.matched_s) for event in heard] == [(3.0, 0.25), (0.0, 0.25), (0.0, 0.25)]
 
 
+def test_events_say_how_long_steps_waited_for_experts_since_the_request_began(clock: Clock) -> None:
+    """Each wait once, whatever steps waited before; and nothing where experts stay."""
+    waited_s, heard = [5.0], list[TokenEvent]()
+    outbox, plain = Outbox(expert_wait_s=lambda: waited_s[0]), Outbox()
+    for one in (outbox, plain):
+        one.open(asked("r"), heard.append)
+        one.note_starts([Start.of(0, asked("r"))])
+    for now_s, more in ((5.5, {"source": KvSource(computed=1)}), (5.5, {}), (7.0, {})):
+        waited_s[0] = now_s
+        for one in (outbox, plain):
+            one.publish([TokenEvent("r", (1,), **more)])
+    assert [event.expert_wait_s for event in heard] == [0.5, None, None, None, 1.5, None]
+
+
 def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) -> None:
     """So that a listener may submit again under the same id."""
     outbox = Outbox()

@@ -173,7 +173,7 @@ class _Flight:
 
 class ExpertPool:
     """Brings the experts that a layer's tokens have chosen. Called by the launcher alone, but for
-    `figures`."""
+    `figures` and `seconds_waited`."""
 
     def __init__(
         self, memory: ExpertMemory, slots: ExpertSlots, copies: Lane, inner: Lane, guesses: bool
@@ -198,6 +198,10 @@ class ExpertPool:
     def figures(self) -> ExpertFigures:
         """A snapshot; from any thread."""
         return dataclasses.replace(self.counts)
+
+    def seconds_waited(self) -> float:
+        """Of all steps so far, for experts; from any thread."""
+        return self.counts.waited_s
 
     def launch(self, layer: LayerWork, after: Ticket | None) -> Ticket:
         """The rest of a layer: its products, once its choice is known."""
