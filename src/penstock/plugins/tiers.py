@@ -87,7 +87,7 @@ class HostedTiers:
     # ------------------------------------------------------------------------------------------------- asking
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Blocks on the disk count as used again, up to the first that is not there."""
+        """Before a read: blocks on the disk count as used again, up to the first that is not there."""
         for tier in self.tiers:
             if tier.local:
                 tier.calls.store.find(keys)  # from memory

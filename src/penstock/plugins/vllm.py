@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -126,9 +126,6 @@ class PenstockTier(tiering.SecondaryTierManager):
         chain = key if group in self._windowed else group  # a window may be there without what is before it
         return _RESULTS[self._matches.find(self._key(key), req_context.req_id, chain)]
 
-    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._tiers.touch([self._key(key) for key in keys])
-
     def on_new_request(self, req_context: Any) -> Any:
         return offload.RequestOffloadingContext()
 
@@ -154,7 +151,7 @@ class PenstockTier(tiering.SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         self._loads[job_metadata.job_id] = job_metadata
         keys = [self._key(name) for name in job_metadata.keys]
-        self._tiers.touch(keys)  # vLLM 0.32 does not
+        self._tiers.touch(keys)
         self._tiers.read(job_metadata.job_id, keys, _slots_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[Any]:

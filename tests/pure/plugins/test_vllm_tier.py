@@ -109,7 +109,7 @@ def test_a_request_does_not_look_again_for_what_could_not_be_loaded(far: MemoryS
 
 
 def test_blocks_that_were_loaded_outlive_a_stream_of_others(model: Path, tmp_path: Path) -> None:
-    """Newer versions of vLLM do not tell a tier of blocks that are used."""
+    """Also if the version does not tell a tier of blocks that are used."""
     with fake_vllm() as plugin:
         options = {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": 40 * SLOT_BYTES / (1 << 30)}
         rig = VllmRig(plugin, NEWEST, model, **options)
