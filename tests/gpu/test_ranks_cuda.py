@@ -37,10 +37,10 @@ def decode_step_s(engine: Engine) -> float:
 def nccl_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Makes an engine with NCCL's collectives of one rank."""
 
-    def make(**settings: Any) -> Engine:
+    def make(model: str = "tiny-qwen3", **settings: Any) -> Engine:
         with monkeypatch.context() as patch:
             patch.setattr("penstock.engine.build.open_ranks", open_led_alone("nccl"))
-            config = tiny_config("tiny-qwen3", **{**CUDA, **settings})
+            config = tiny_config(model, **{**CUDA, **settings})
             return build(replace(config, sanitize=SanitizeConfig("strict")))
 
     return make
@@ -66,6 +66,37 @@ def test_nccl_with_one_rank_gives_the_tokens_of_none(
         engine.close(timeout_s=20.0)
 
 
+@pytest.mark.parametrize(
+    ("model", "speculate"),
+    [
+        ("tiny-qwen3.5", None),
+        ("tiny-qwen3.5", "mtp"),
+        ("tiny-qwen3", "ngram"),
+        ("tiny-qwen3", "draft:tiny-llama"),
+    ],
+)
+def test_nccl_runs_states_and_drafts_inside_captured_steps(
+    nccl_alone: Callable[..., Engine], model: str, speculate: str | None
+) -> None:
+    plain = build(tiny_config(model, **CUDA))
+    led = nccl_alone(model, speculate=speculate, host_blocks=200)
+    for engine in (plain, led):
+        with engine.launching():
+            engine.warm()
+    assert led.parts.executor.target.replays.buckets
+    for _ in range(2):
+        for name in ("greedy", "random", "penalties"):
+            right, found = (
+                generate(engine, prompt(60, seed=1), salt=name, **{"max_tokens": 30} | SAMPLINGS[name])
+                for engine in (plain, led)
+            )
+            assert_same(found, right)
+        settle_all(led)
+        led.cache.reset(("device",))
+    for engine in (plain, led):
+        engine.close(timeout_s=20.0)
+
+
 def test_a_prefix_returns_from_host_memory_beside_captured_collectives(
     nccl_alone: Callable[..., Engine],
 ) -> None:
@@ -80,10 +111,18 @@ def test_a_prefix_returns_from_host_memory_beside_captured_collectives(
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() > 1, reason="each has a GPU")
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3-moe"])
-def test_two_ranks_share_one_gpu_by_gloo(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "speculate"),
+    [
+        ("tiny-qwen3", None),
+        ("tiny-qwen3-moe", None),
+        ("tiny-qwen3.5", "mtp"),
+        ("tiny-qwen3", "draft:tiny-llama"),
+    ],
+)
+def test_two_ranks_share_one_gpu_by_gloo(model: str, speculate: str | None) -> None:
     plain = build_ranks(1, model, **CUDA)
-    pair = build_ranks(2, model, host_blocks=200, **CUDA)
+    pair = build_ranks(2, model, host_blocks=200, speculate=speculate, **CUDA)
     assert not pair.parts.executor.target.replays.buckets
     for name in ("greedy", "random", "penalties", "logprobs"):
         right, found = (
@@ -101,8 +140,12 @@ def test_two_ranks_share_one_gpu_by_gloo(model: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_on_two_gpus_by_nccl() -> None:
-    plain, pair = build_ranks(1, **CUDA), build_ranks(2, **CUDA)
+@pytest.mark.parametrize(
+    ("model", "speculate"),
+    [("tiny-qwen3", None), ("tiny-qwen3.5", "mtp"), ("tiny-qwen3", "draft:tiny-llama")],
+)
+def test_two_ranks_on_two_gpus_by_nccl(model: str, speculate: str | None) -> None:
+    plain, pair = build_ranks(1, model, **CUDA), build_ranks(2, model, speculate=speculate, **CUDA)
     assert pair.parts.executor.target.replays.buckets
     for name, sampling in SAMPLINGS.items():
         right, found = (

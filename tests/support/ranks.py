@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from penstock.config import Config, RanksConfig, SanitizeConfig
+from penstock.config import Config, LoraConfig, RanksConfig, SanitizeConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models.model import Split
@@ -21,12 +22,25 @@ from penstock.ranks.start import FOLLOWER, Led, Ranks
 from tests.support.driving import tiny_config
 
 
-def ranks_config(size: int, model: str = "tiny-qwen3", timeout_s: float = 30.0, **settings: Any) -> Config:
-    """In float32, watched by a sanitizer that stops at its first finding."""
+def ranks_config(
+    size: int,
+    model: str = "tiny-qwen3",
+    timeout_s: float = 30.0,
+    directory: Path | None = None,
+    lora: Path | None = None,
+    **settings: Any,
+) -> Config:
+    """In float32, watched by a sanitizer that stops at its first finding. `directory`: of a model whose
+    blocks are about as large as those of `model`; None: random weights. `lora`: of an adapter."""
     config = tiny_config(model, **settings)
+    if directory is not None:
+        source = replace(config.source, model=str(directory), load_format="auto")
+        config = replace(config, source=source)
     ranks = RanksConfig(size, timeout_s) if size > 1 else RanksConfig()
     on_cpu = config.source.device == "cpu"
     source = replace(config.source, weights="float32" if on_cpu else "auto")
+    if lora is not None:
+        config = replace(config, lora=LoraConfig((("tuned", str(lora)),)))
     return replace(config, source=source, ranks=ranks, sanitize=SanitizeConfig("strict"))
 
 

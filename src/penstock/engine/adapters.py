@@ -59,12 +59,18 @@ class AdapterHold:
 
 class AdapterStore:
     """All methods may be called from any thread; only those that load take long. `read` reads weights from a
-    directory."""
+    directory. `dropped` is called with the digest of what it has read and is not kept any more."""
 
-    def __init__(self, base: str, read: Callable[[Path], AdapterFiles], root: Path | None = None) -> None:
+    def __init__(
+        self,
+        base: str,
+        read: Callable[[Path], AdapterFiles],
+        root: Path | None = None,
+        dropped: Callable[[str], None] = lambda digest: None,
+    ) -> None:
         self.root = root  # resolved; `load_inside` reads only below it
         self._base = base  # the model's own name, which no adapter may take
-        self._read = read
+        self._read, self._dropped = read, dropped
         self._lock = threading.Lock()
         self._named: dict[str, LoadedAdapter] = {}
         self._weights: dict[str, AdapterWeights] = {}  # by digest: all that are named or held
@@ -79,6 +85,7 @@ class AdapterStore:
         files = self._read(directory)
         with self._lock:
             if name not in self._named and len(self._named) >= MAX_NAMES:
+                self._dropped(files.digest)
                 raise InvalidRequest(
                     f"{MAX_NAMES} adapters are loaded already; unload one first", "lora_name"
                 )
@@ -87,7 +94,8 @@ class AdapterStore:
                 Adapter(name, files.digest), root or str(directory), time.time(), replaced=before is not None
             )
             self._named[name] = loaded
-            self._weights.setdefault(files.digest, files.weights)
+            if self._weights.setdefault(files.digest, files.weights) is not files.weights:
+                self._dropped(files.digest)  # it is there twice
             if before is not None:
                 self._drop_unused(before.adapter.digest)
         log.info("adapter %s: %.1f MiB from %s", name, files.weights.num_bytes / 2**20, directory)
@@ -167,8 +175,10 @@ class AdapterStore:
     def _drop_unused(self, digest: str) -> None:
         if not self._num_holds[digest]:
             del self._num_holds[digest]
-            if all(loaded.adapter.digest != digest for loaded in self._named.values()):
-                self._weights.pop(digest, None)
+            if all(loaded.adapter.digest != digest for loaded in self._named.values()) and (
+                self._weights.pop(digest, None) is not None
+            ):
+                self._dropped(digest)
 
     # ------------------------------------------------------------------------------------------------- checks
 
@@ -185,7 +195,11 @@ class AdapterStore:
 
 
 def open_store(
-    config: LoraConfig, base: str, read: Callable[[Path], AdapterFiles], progress: Progress
+    config: LoraConfig,
+    base: str,
+    read: Callable[[Path], AdapterFiles],
+    progress: Progress,
+    dropped: Callable[[str], None] = lambda digest: None,
 ) -> AdapterStore:
     """A store with the configured adapters. Raises ConfigError for any problem with them."""
     root = None
@@ -193,7 +207,7 @@ def open_store(
         root = Path(os.path.expanduser(config.dir))
         if not root.is_dir():
             raise ConfigError(f"--lora-dir {config.dir} is no directory")
-    store = AdapterStore(base, read, None if root is None else root.resolve())
+    store = AdapterStore(base, read, None if root is None else root.resolve(), dropped)
     for done, (name, path) in enumerate(config.adapters):
         progress("loading adapters", done, len(config.adapters))
         try:

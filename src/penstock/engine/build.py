@@ -74,14 +74,16 @@ from penstock.kv.memory import (
     BlockLayout,
     DeviceArena,
     HostArena,
+    StateLayout,
     free_bytes,
     limit_memory,
 )
+from penstock.kv.states import KEPT_STATES
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane
 from penstock.lanes.launched import LaunchedLane
-from penstock.models.adapters import blank_weights, read_adapter
+from penstock.models.adapters import ReadAdapter, blank_weights, read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, ModelFacts, inspect_model, load_model
@@ -89,9 +91,9 @@ from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig, Recurrence, Split
 from penstock.models.progress import Progress, silent
 from penstock.models.registry import architecture_of
-from penstock.models.split import part_of
+from penstock.models.split import need_even_heads, part_of
 from penstock.observe import Observers, all_of
-from penstock.ranks.followed import Followed
+from penstock.ranks.followed import Followed, FollowedAdapters
 from penstock.ranks.launched import check_supported
 from penstock.ranks.start import Alone, Ranks, open_ranks, share_devices
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -197,6 +199,8 @@ class _Models(NamedTuple):
     proposer: DraftHead | DraftModel | None
     group: KvGroup  # of all layers
     num_blocks: int
+    read: ReadAdapter  # of an adapter, on every rank
+    dropped: Callable[[str], None]  # one that was read
     experts: ExpertMemory | None = None  # None: all are on the device
     routing: RoutingCounts | None = None  # None: nothing is recorded
 
@@ -264,12 +268,8 @@ def _trace(setup: _Setup) -> TraceFile | None:
 
 
 def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine:
-    config, loaded, read = (
-        setup.config,
-        models.loaded,
-        lambda directory: read_adapter(directory, models.target),
-    )
-    adapters = open_store(config.lora, loaded.name, read, setup.progress)
+    config, loaded = setup.config, models.loaded
+    adapters = open_store(config.lora, loaded.name, models.read, setup.progress, models.dropped)
     storage = _storage(setup, models)
     sizes = _sizes(setup, models, storage)
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
@@ -336,9 +336,10 @@ def _models(setup: _Setup) -> _Models:
         sizing.state_layout(config, loaded.model.config),
     )
     num_blocks = sizing.blocks_that_fit(config, layout, loaded.model)
+    adapters = setup.ranks.adapters(lambda path: read_adapter(path, loaded.model, loaded.dims))
     num_blocks = setup.ranks.num_blocks(loaded.model.digest, num_blocks, setup.progress)
     model = with_choices(loaded.model, experts is not None, config.experts.guesses, routing)
-    models = _Models(replace(loaded, model=model), proposer, group, num_blocks, experts, routing)
+    models = _Models(replace(loaded, model=model), proposer, group, num_blocks, *adapters, experts, routing)
     # raises before memory is allocated
     sizing.longest_sequence(
         config, models.dims, models.num_blocks, whole=sizing.holds_all(group, models.num_blocks)
@@ -427,8 +428,6 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     )
     if setup.ranks.size > 1:
         residency = replace(residency, division=None, refusal="the model is on several ranks")
-    if dims.recurrence is not None:
-        residency = replace(residency, division=None, refusal="the model has recurrent layers")
     division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -466,12 +465,9 @@ def _executor(
     masks = Masks(grammars, limits.max_rows, lane)
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
-    drafts = None
-    if models.proposer is not None:
-        guesser = _guesser(models.proposer, storage.arena.tensor, attention, target.config)
-        drafts = Drafts(guesser, draws, sampler.pending, limits.block_tokens)
+    drafts = _drafts(setup, models, (storage.arena, attention), (draws, sampler.pending))
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    states = _states(dims.recurrence, limits, storage.states, sampler)
+    states = _states(dims.recurrence, limits, storage.states, sampler.rejected)
     parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
     pool = _expert_pool(setup, models, lane)
     forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
@@ -488,12 +484,26 @@ def _executor(
         paged,
         PromptLogprobsPass(target, uploads),
         SamplePass(sampler, rows, masks, uploads, replays),
-        setup.ranks.steps(limits, storage.host_arena, (sampler.pending, sampler.rejected)),
+        setup.ranks.steps(limits, (storage.host_arena, storage.states), (sampler.pending, sampler.rejected)),
         None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
         None if drafts is None else DraftPass(drafts, rows, replays, masks),
     ]
     present = tuple(one for one in passes if one is not None)
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
+
+
+def _drafts(
+    setup: _Setup,
+    models: _Models,
+    memory: tuple[DeviceArena, Attention],
+    given: tuple[RowDraws | None, Tensor],
+) -> Drafts | None:
+    """`given`: how they are drawn, and where they go."""
+    if models.proposer is None:
+        return None
+    arena, attention = memory
+    guesser = _guesser(models.proposer, arena.tensor, attention, models.target.config)
+    return setup.ranks.drafts(guesser, *given, arena.layout.block_tokens)
 
 
 class FollowerParts(NamedTuple):
@@ -503,6 +513,7 @@ class FollowerParts(NamedTuple):
     lanes: Sequence[Lane]  # the first computes
     arena: DeviceArena
     host_arena: HostArena | None
+    states: HostArena | None  # kept states of recurrent layers
     observers: Observers
 
 
@@ -514,50 +525,69 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
     if setup.device.type == "cpu":
         setup.threads = threads_by_load()
         setup.threads.wait_first_look()
-    loaded = _load(setup, config.source)
-    layout = sizing.layout_for(config, loaded.model.config, setup.device)
-    num_blocks = sizing.blocks_that_fit(config, layout, loaded.model)
-    num_blocks = ranks.num_blocks(loaded.model.digest, num_blocks, silent)
-    arena, host_arena = DeviceArena(layout, num_blocks, setup.device), None
-    if ranks.num_host_blocks:
-        host_arena = HostArena(layout, ranks.num_host_blocks, setup.device, file=ranks.host_file)
-        host_arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
-    lane = setup.lane("compute")
-    executor = _follower_executor(setup, ranks, loaded, (arena, host_arena), lane)
+    models = _models(setup)
+    group, (num_blocks, num_states) = models.group, ranks.host_slots
+    hosts = (
+        _follower_host(setup, group.layout, num_blocks, ranks.host_file),
+        None if group.states is None else _follower_host(setup, group.states, num_states, name=KEPT_STATES),
+    )
+    arena = DeviceArena(group.layout, models.num_blocks, setup.device)
+    executor = _follower_executor(setup, ranks, models, (arena, *hosts))
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)
         warm.capture_all(executor, silent)
-    return FollowerParts(executor, setup.lanes, arena, host_arena, observers)
+    return FollowerParts(executor, setup.lanes, arena, *hosts, observers)
+
+
+def _follower_host(
+    setup: _Setup, layout: BlockLayout | StateLayout, num_slots: int, file: int = -1, name: str = "host"
+) -> HostArena | None:
+    if not num_slots:
+        return None
+    arena = HostArena(layout, num_slots, setup.device, name, file)
+    arena.prepare(lambda slots: None, lambda done, total: None, lambda: False)
+    return arena
 
 
 def _follower_executor(
     setup: _Setup,
     ranks: Followed,
-    loaded: LoadedModel,
-    arenas: tuple[DeviceArena, HostArena | None],
-    lane: Lane,
+    models: _Models,
+    arenas: tuple[DeviceArena, HostArena | None, HostArena | None],
 ) -> Executor:
-    """The passes that have collectives."""
-    arena, host_arena = arenas
-    limits, target, uploads = ranks.limits, loaded.model, Uploads(setup.device, lane)
-    assert limits is not None
+    """The passes that have collectives, and those of states."""
+    arena, host_arena, kept = arenas
+    limits, target, lane = ranks.limits, models.target, setup.lane("compute")
+    uploads = Uploads(setup.device, lane)
+    assert limits is not None and ranks.loaded is not None
     pending = torch.zeros(
         (limits.max_batch + 1, 1 + limits.num_ahead), dtype=torch.int32, device=setup.device
     )
     rejected = torch.zeros(limits.max_batch + 1, dtype=torch.int32, device=setup.device)
-    attention = _attention(*_target_part(arena, target, None), target.rope, target.config.num_kv_layers)
+    part = _target_part(arena, target, models.own_dims)
+    attention = _attention(*part, target.rope, target.config.num_kv_layers)
+    drafts = _drafts(setup, models, (arena, attention), (None, pending))
     begin = (lambda: None) if setup.threads is None else setup.threads.look
-    forward = Forward(target, attention, pending, begin)
+    states = _states(target.config.recurrence, limits, kept, rejected)
+    forward = Forward(target, attention, pending, begin, drafts, (states.slots, states.drafts))
     replays = _replays(setup, limits, forward, lambda: pending, lane)
     paged = _paged(setup, limits, host_arena, forward, (lane, uploads, 0))
     target_pass = TargetPass(forward, replays, rejected, paged)
-    tokens = ranks.steps(limits, None, (pending, rejected))
-    passes = (target_pass, *(() if paged is None else (paged,)), PromptLogprobsPass(target, uploads), tokens)
-    masks = Masks(
-        Grammars(loaded.tokenizer, target.config.vocab, sorted(target.config.eos_ids)), limits.max_batch, lane
-    )
-    blank = functools.cache(lambda: blank_weights(target.config, target.dtype, target.device))
-    return Executor(lane, limits, passes, target_pass, masks, lambda adapter: blank())
+    state_pass = None if states.slots is None else StatePass(states.slots, states.kept)
+    tokenizer, dims = models.loaded.tokenizer, target.config
+    masks = Masks(Grammars(tokenizer, dims.vocab, sorted(dims.eos_ids)), limits.max_batch, lane)
+    rows = Rows(limits.max_batch, frozenset(), dims.vocab, False)
+    passes: list[Pass | None] = [
+        target_pass,
+        state_pass,
+        paged,
+        PromptLogprobsPass(target, uploads),
+        ranks.steps(limits, None, (pending, rejected)),
+        None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
+        None if drafts is None else DraftPass(drafts, rows, replays, masks),
+    ]
+    present = tuple(one for one in passes if one is not None)
+    return Executor(lane, limits, present, target_pass, masks, _weights_of(ranks.loaded, target))
 
 
 def _sampling(
@@ -618,10 +648,10 @@ class _States(NamedTuple):
     drafts: StateDrafts | None = None
 
 
-def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, sampler: Sampler) -> _States:
+def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None, rejected: Tensor) -> _States:
     if dims is None:
         return _States()
-    num_rows, device = limits.max_batch, sampler.rejected.device
+    num_rows, device = limits.max_batch, rejected.device
     needed, free = sizing.state_bytes(dims, num_rows, limits.max_drafts), free_bytes(device)
     if needed > free:
         raise ConfigError(
@@ -629,7 +659,7 @@ def _states(dims: Recurrence | None, limits: StepLimits, kept: HostArena | None,
             f"{free / GIB:.1f} GiB of {device.type} memory are free"
         )
     slots = StateSlots(STATES, dims, torch.zeros(num_rows + 1, dims.num_bytes // 4, device=device))
-    drafts = StateDrafts(slots, limits.max_rows, sampler.rejected) if limits.max_drafts else None
+    drafts = StateDrafts(slots, limits.max_rows, rejected) if limits.max_drafts else None
     return _States(slots, None if kept is None else StateSlots(kept.name, dims, kept.tensor), drafts)
 
 
@@ -650,10 +680,12 @@ def _paged(
     return PagedPass(reads, forward, ContextKeys(kv.scorer, attention, *keys))
 
 
-def _weights_of(adapters: AdapterStore, model: Decoder) -> Callable[[Adapter], AdapterWeights]:
+def _weights_of(
+    adapters: AdapterStore | FollowedAdapters, model: Decoder
+) -> Callable[[Adapter], AdapterWeights]:
     """Steps that warm up run with an adapter that is in no store."""
     blank = functools.cache(lambda: blank_weights(model.config, model.dtype, model.device))
-    return lambda adapter: blank() if adapter is warm.BLANK else adapters.weights_of(adapter)
+    return lambda adapter: adapters.weights_of(adapter) if adapter.digest else blank()
 
 
 def _close(close: Callable[[], None]) -> None:
@@ -691,7 +723,8 @@ def check_ahead(config: Config) -> None:
     if needed > free:
         size = f"the weights of {names} take {needed / GIB:.1f} GiB"
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
-    layout = sizing.layout_for(config, dims, device, draft_dims)
+    draft_part = None if draft_dims is None else part_of(draft_dims, split)
+    layout = sizing.layout_for(config, dims, device, draft_part)
     kv, given = config.kv, config.kv.device_blocks
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
@@ -756,12 +789,12 @@ def _head(config: Config, loaded: LoadedModel) -> DraftHead | None:
     if kind in ("mtp", "eagle") and not architecture_of(model.config).takes_heads:
         raise ConfigError(f"--speculate {kind} is not supported for models of type {name}")
     if kind == "eagle":
-        return read_eagle(Path(path or ""), model)
+        return read_eagle(Path(path or ""), model, loaded.dims)
     if kind != "mtp":
         return None
     if architecture_of(model.config).ships_heads:
         return shipped_head(loaded, path)
-    return installed_head(model) if path is None else read_head(Path(path), model)
+    return installed_head(model, loaded.dims) if path is None else read_head(Path(path), model, loaded.dims)
 
 
 def _load(setup: _Setup, source: ModelSource, deterministic: bool = False) -> LoadedModel:
@@ -778,6 +811,7 @@ def _draft(setup: _Setup, loaded: LoadedModel) -> DraftModel | None:
     if config.speculation.kind != "draft":
         return None
     draft = _load(setup, sizing.draft_source(config))
+    need_even_heads(draft.dims, draft.model.ops.split, "a draft model")
     most = config.engine.max_model_len or 0
     check_draft(draft.model, draft.tokenizer, target, loaded.tokenizer, most)
     return DraftModel(draft.model, target.config.vocab)

@@ -110,6 +110,9 @@ class Follower:
                     launched = self._parts.executor.launch(step_of(message.words))
                     self._read()
                     self._running = launched
+                elif message.kind is MessageKind.DROP:
+                    assert self._ranks.loaded is not None
+                    self._ranks.loaded.drop(message.fields["digest"])
                 elif message.kind is MessageKind.COPY:
                     order = CopyOrder.of(message.words)
                     self._copies[order.direction].submit(order, (self._lane.record(), *self._copied()))
@@ -135,8 +138,9 @@ class Follower:
             copies.close()
         for lane in self._parts.lanes:
             lane.close(_END_S)
-        if self._parts.host_arena is not None:
-            self._parts.host_arena.close()
+        for arena in (self._parts.host_arena, self._parts.states):
+            if arena is not None:
+                arena.close()
 
 
 def check_alike(config: Config, other: Config) -> None:

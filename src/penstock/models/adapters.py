@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +31,10 @@ from penstock.models.architecture import EMBED, HEAD, WeightSpec
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields, Json, is_number
 from penstock.models.hashed_file import DIGEST_BYTES
-from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
-from penstock.models.model import ModelConfig
+from penstock.models.model import ModelConfig, Split
 from penstock.models.registry import architecture_of, layout
+from penstock.models.split import Cut, Section, cut_of
 from penstock.models.weights import (
     listed,
     memory_needed,
@@ -86,16 +86,17 @@ class AdapterFiles(NamedTuple):
     weights: AdapterWeights
 
 
+ReadAdapter = Callable[[Path], AdapterFiles]
+
+
 class _Module(NamedTuple):
     """A linear module that can be adapted, as part of one of the model's weights."""
 
     name: str  # as the base model calls it
     rows: slice  # of the stacked weight
+    num_out: int
     num_in: int
-
-    @property
-    def num_out(self) -> int:
-        return int(self.rows.stop - self.rows.start)
+    cut: Cut | None = None  # of its weight, if this rank has a part of it
 
     @property
     def a(self) -> str:
@@ -106,19 +107,20 @@ class _Module(NamedTuple):
         return f"{PREFIX}{self.name}.lora_B.weight"
 
 
-def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
+def read_adapter(directory: Path, model: Decoder, whole: ModelConfig | None = None) -> AdapterFiles:
     """The adapter in `directory`, for `model`. Everything that is wrong with it is a ModelError. Files are
-    read once, so what was digested is what runs, whatever is written to them meanwhile."""
+    read once, so what was digested is what runs, whatever is written to them meanwhile. `whole`: the
+    dimensions of the whole model, if `model` is a part of it; so much of the adapter is kept."""
     config_file, tensors_file = adapter_files(directory)
     config = parse_adapter_config(read_json(config_file), str(config_file))
     if outer := [name for name in (HEAD, EMBED) if config.targets(name)]:
         refused = f"adapting {listed(outer)} is not supported"
         raise ModelError(f"{config_file}: {refused}, only the linear modules inside layers")
-    tensors, _ = read_tensors(tensors_file)
+    tensors = _named_as_text(read_tensors(tensors_file)[0], model.config)
     if experts := [name for name in tensors if _EXPERT.search(name)]:
         named = listed([name.removeprefix(PREFIX) for name in experts])
         raise ModelError(f"{tensors_file}: adapting experts and routers is not supported: {named}")
-    stacks = _stacks(model.config)
+    stacks = _stacks(whole or model.config, model.ops.split)
     adapted = _check(tensors, config, [module for _, parts in stacks for module in parts], tensors_file)
     with memory_needed(f"the adapter in {directory} does not fit into the memory of {model.device}"):
         return AdapterFiles(_digest(tensors, config, adapted), _weights(tensors, config, stacks, model))
@@ -141,21 +143,35 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
     return directory / CONFIG_FILE, directory / TENSORS_FILE
 
 
-def _stacks(config: ModelConfig) -> list[tuple[WeightSpec, list[_Module]]]:
+def _named_as_text(tensors: Mapping[str, Tensor], config: ModelConfig) -> Mapping[str, Tensor]:
+    """An adapter that was trained on a model that also takes images has other names."""
+    found: dict[str, Tensor] = {}
+    for full, tensor in tensors.items():
+        name = full.removeprefix(PREFIX)
+        own = full if name == full else PREFIX + architecture_of(config).text_name(name)
+        if own in found:
+            raise ModelError(f"the adapter has {own} twice, the second time as {full}")
+        found[own] = tensor
+    return found
+
+
+def _stacks(config: ModelConfig, split: Split) -> list[tuple[WeightSpec, list[_Module]]]:
     """The model's matrices inside layers that can be adapted, with the modules that are stacked in each."""
     inside = [weight for weight in layout(config) if weight.name.startswith("layers.")]
-    return [(weight, list(_modules(weight))) for weight in inside if _is_adaptable(weight)]
+    return [(weight, list(_modules(weight, config, split))) for weight in inside if _is_adaptable(weight)]
 
 
 def _is_adaptable(weight: WeightSpec) -> bool:
     return len(weight.shape) == 2 and not _EXPERT.search(weight.parts[0].name)
 
 
-def _modules(weight: WeightSpec) -> Iterator[_Module]:
-    row = 0
-    for part in weight.parts:
-        yield _Module(part.name.removesuffix(".weight"), slice(row, row + part.shape[0]), part.shape[1])
-        row += part.shape[0]
+def _modules(weight: WeightSpec, config: ModelConfig, split: Split) -> Iterator[_Module]:
+    row, shapes = 0, tuple(part.shape for part in weight.parts)
+    for index, (name, shape) in enumerate(weight.parts):
+        cut = cut_of(weight.name, index, shapes, (config, split)) if split.size > 1 else None
+        end = row + (shape if cut is None else cut.shape(shape))[0]
+        yield _Module(name.removesuffix(".weight"), slice(row, end), shape[0], shape[1], cut)
+        row = end
 
 
 def blank_weights(
@@ -168,19 +184,39 @@ def blank_weights(
         layers.append({})
         for weight in architecture_of(config).layer(config, index):
             if _is_adaptable(weight):
-                modules = list(_modules(weight))
+                modules = list(_modules(weight, config, Split()))
                 parts = [(module, blank(module.num_out, rank)) for module in modules]
-                layers[-1][weight.name] = _stacked(blank(rank * len(modules), weight.shape[1]), parts)
+                a, order = blank(rank * len(modules), weight.shape[1]), _row_order(config, index, weight.name)
+                layers[-1][weight.name] = _stacked(a, parts, order)
     return AdapterWeights(tuple(layers))
 
 
-def _stacked(a: Tensor, parts: Iterable[tuple[_Module, Tensor]]) -> LoraWeight:
-    """`a`: the A matrices of all modules; `parts`: each module with its B."""
+def _row_order(config: ModelConfig, layer: int, name: str) -> Tensor | None:
+    """Of this weight, where the model's is not that of files."""
+    return architecture_of(config).layer_kind(config, layer).row_orders(config).get(name)
+
+
+def _stacked(a: Tensor, parts: Iterable[tuple[_Module, Tensor]], order: Tensor | None) -> LoraWeight:
+    """On the device of `a`, the A matrices of all modules; `parts`: each module with its B."""
     made: list[LoraPart] = []
     for module, b in parts:
         first = made[-1].ranks.stop if made else 0
-        made.append(LoraPart(module.rows, slice(first, first + b.shape[1]), b))
+        ranks = slice(first, first + b.shape[1])
+        made += [LoraPart(columns, ranks, b[rows].to(a.device)) for columns, rows in _places(module, order)]
     return LoraWeight(a, tuple(made))
+
+
+def _places(module: _Module, order: Tensor | None) -> Iterator[tuple[slice, slice | Tensor]]:
+    """Where the rows of `module` are in a stack with its rows in this order: runs of them, and which of its
+    own rows each has."""
+    if order is None:
+        yield module.rows, slice(None)
+        return
+    places = torch.nonzero((order >= module.rows.start) & (order < module.rows.stop)).flatten()
+    ends = [*(torch.nonzero(places.diff() > 1).flatten() + 1).tolist(), len(places)]
+    for first, end in zip([0, *ends], ends, strict=False):
+        run = places[first:end]
+        yield slice(int(run[0]), int(run[-1]) + 1), order[run] - module.rows.start
 
 
 def _check(
@@ -233,20 +269,20 @@ def _weights(
     """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
     the copy to the device, which is over when it returns: nothing is left for other lanes to wait for."""
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
-    order = row_order(model.config)
 
-    def scaled(module: _Module, is_reordered: bool) -> Tensor:
+    def scaled(module: _Module) -> Tensor:
         b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
-        if order is not None and is_reordered:
-            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
-        return b.to(model.device)
+        return b if module.cut is None else Cut(module.cut.rows).of(b)
 
     for weight, modules in stacks:
         _, layer, name = weight.name.split(".")
         if adapted := [module for module in modules if module.a in tensors]:
             a = torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype)
-            parts = ((module, scaled(module, name == "qkv")) for module in adapted)
-            layers[int(layer)][name] = _stacked(_finite(a, adapted).to(model.device), parts)
+            a, cut = _finite(a, adapted), adapted[0].cut
+            if cut is not None and cut.columns is not None:
+                a = cut._replace(rows=(Section(0, len(a), len(a)),)).of(a)
+            parts, order = [(one, scaled(one)) for one in adapted], _row_order(model.config, int(layer), name)
+            layers[int(layer)][name] = _stacked(a.to(model.device), parts, order)
     return AdapterWeights(tuple(layers))
 
 

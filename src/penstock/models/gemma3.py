@@ -57,7 +57,8 @@ class SandwichLayer(DecoderLayer):
     ffn_post_norm: Tensor
 
     def finish(self, attended: Tensor, residual: Tensor, lora: LoraRuns | None) -> tuple[Tensor, Tensor]:
-        x = self.ops.rms_norm(self._linear("out", attended, lora), self.attn_post_norm, self.eps)
+        x = self.ops.whole(self._linear("out", attended, lora))
+        x = self.ops.rms_norm(x, self.attn_post_norm, self.eps)
         x, residual = self.ops.add_rms_norm(x, residual, self.ffn_norm, self.eps)
         return self.ops.rms_norm(self.mlp(x, lora), self.ffn_post_norm, self.eps), residual
 
@@ -66,7 +67,7 @@ class SandwichLayer(DecoderLayer):
             gated = self.ops.gelu_gated(x, self.gate_up)
         else:
             gated = self.ops.gelu_mul(self._linear("gate_up", x, lora))
-        return self._linear("down", gated, lora)
+        return self.ops.whole(self._linear("down", gated, lora))
 
 
 class ScaledDecoder(Decoder):
@@ -122,14 +123,17 @@ class Gemma3(Architecture):
                 tensor.add_(1.0)
         return ScaledDecoder(config, weights, ops, digest)
 
+    def text_name(self, name: str) -> str:
+        start = next((start for start in _TEXT_PARTS if name.startswith(start)), "")
+        return _TEXT_PARTS.get(start, "") + name.removeprefix(start)
+
     def laid_out(self, stored: Mapping[str, S]) -> Mapping[str, S]:
         """The text part has the names of a model of text alone."""
         found: dict[str, S] = {}
         for full, tensor in stored.items():
             if full.startswith(_NOT_READ):
                 continue
-            start = next((start for start in _TEXT_PARTS if full.startswith(start)), "")
-            name = _TEXT_PARTS.get(start, "") + full.removeprefix(start)
+            name = self.text_name(full)
             if name in found:
                 raise ModelError(f"the weights have {name} twice, the second time as {full}")
             found[name] = tensor

@@ -4,6 +4,7 @@ KV."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,9 @@ class TorchLayerOps:
                 return _norm_one_row(x, weight, eps)
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         return (F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight).to(x.dtype)
+
+    def norm_heads(self, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> list[Tensor]:
+        return [self.rms_norm(part, weight, eps) for part, weight in zip(parts, weights, strict=True)]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual + x
@@ -173,7 +177,7 @@ class OpsAround:
 
     def __init__(self, ops: LayerOps) -> None:
         self.linear, self.linear_shares, self.gated = ops.linear, ops.linear_shares, ops.gated
-        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
+        self.rms_norm, self.add_rms_norm, self.norm_heads = ops.rms_norm, ops.add_rms_norm, ops.norm_heads
         self.silu_mul, self.sigmoid = ops.silu_mul, ops.sigmoid
         self.gelu_mul, self.gelu_gated = ops.gelu_mul, ops.gelu_gated
         self.delta_gates, self.gated_norm = ops.delta_gates, ops.gated_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -82,8 +83,12 @@ class Recurrence:
     interleaved: bool = False  # files have the rows of all projections key head by key head
 
     @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
     def qkv_width(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.out_width
+        return 2 * self.key_width + self.out_width
 
     @property
     def out_width(self) -> int:
@@ -281,12 +286,15 @@ class LayerOps(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    def norm_heads(self, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> list[Tensor]:
+        """`rms_norm` of each part, which is the rows of all heads."""
+
     def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
         """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or [shares, T, out]
         whose sum that is."""
 
     def whole(self, x: Tensor) -> Tensor:
-        """What `linear` made of a matrix whose results `linear_shares` gives, for `add_rms_norm` alone."""
+        """What `linear` made of a matrix whose results `linear_shares` gives."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm(x + residual), x + residual). `x` may be in shares."""

@@ -27,11 +27,12 @@ class PostNormLayer(DecoderLayer):
         assert self.q_norm is not None and self.k_norm is not None
         qkv, widths = self._linear("qkv", residual, lora), (len(self.q_norm), len(self.k_norm))
         q, k, v = qkv.split_with_sizes((*widths, qkv.shape[1] - sum(widths)), dim=1)
-        q, k = self.ops.rms_norm(q, self.q_norm, self.eps), self.ops.rms_norm(k, self.k_norm, self.eps)
+        q, k = self.ops.norm_heads((q, k), (self.q_norm, self.k_norm), self.eps)
         return *kv.rotate_and_write(self.index, torch.cat((q, k, v), dim=1), None, None), residual
 
     def finish(self, attended: Tensor, residual: Tensor, lora: LoraRuns | None) -> tuple[Tensor, Tensor]:
-        residual = residual + self.ops.rms_norm(self._linear("out", attended, lora), self.attn_norm, self.eps)
+        x = self.ops.whole(self._linear("out", attended, lora))
+        residual = residual + self.ops.rms_norm(x, self.attn_norm, self.eps)
         return self.ops.rms_norm(self.mlp(residual, lora), self.ffn_norm, self.eps), residual
 
     def mlp(self, x: Tensor, lora: LoraRuns | None) -> Tensor:
@@ -39,7 +40,7 @@ class PostNormLayer(DecoderLayer):
             gated = self.ops.gated(x, self.gate_up)
         else:
             gated = self.ops.silu_mul(self._linear("gate_up", x, lora))
-        return self._linear("down", gated, lora)
+        return self.ops.whole(self._linear("down", gated, lora))
 
 
 class Olmo2(Architecture):

@@ -4,6 +4,7 @@ parts together again. Owns neither weights nor the channel between ranks.
     query, key and value    rows, by KV heads           out     columns: the ranks' results are summed
     gate and up             rows, by width              down    columns: summed
     experts                 by width, like gate, up and down; every rank has the whole router
+    layers with a state     by key heads, each with its value heads and its channels of the convolution
     embedding               rows: looked up where they are, and summed
     logits                  rows: joined
 
@@ -14,8 +15,8 @@ have the same KV head, each with a part of its query heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.model import Experts, LayerOps, ModelConfig, Split, Weight
+from penstock.models.layers import OpsAround
+from penstock.models.model import Experts, LayerOps, ModelConfig, Recurrence, Split, Weight
 
-# Architectures with the layers that this file knows. In others a norm may follow a product, or a state.
-DIVIDED = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-_WHOLE = ("attn_norm", "ffn_norm", "norm", "q_norm", "k_norm", "router", "shared_gate")
+_WHOLE = ("router", "router_bias", "shared_gate", "fc")  # and norms, but those over all heads together
 
 
 class Section(NamedTuple):
@@ -66,25 +66,36 @@ class RankHeads(NamedTuple):
         return cls(kv.times(num // num_kv), kv)
 
 
+def need_even_heads(config: ModelConfig, split: Split, of: str) -> None:
+    """Raises ModelError if a rank has empty heads. Needed where these are normalised together with others, or
+    where keys of zeros are masked, as those of drafts are."""
+    if RankHeads.of(config, split).query.room * split.size != config.num_heads:
+        raise ModelError(
+            f"--tensor-parallel {split.size} must divide the heads of {of}: {config.num_heads}, and "
+            f"{config.num_kv_heads} of KV"
+        )
+
+
 def part_of(config: ModelConfig, split: Split) -> ModelConfig:
     """The dimensions that one rank computes with; the same on every rank."""
     if split.size == 1:
         return config
-    if config.architecture not in DIVIDED:
-        raise ModelError(
-            f"--tensor-parallel: models of architecture {config.architecture} run on one rank only"
-        )
-    heads, routing = RankHeads.of(config, split), config.routing
+    heads, routing, dims = RankHeads.of(config, split), config.routing, config.recurrence
     if routing is not None:
         routing = replace(
             routing, ffn=share(routing.ffn, split).room, shared_ffn=share(routing.shared_ffn, split).room
         )
+    if dims is not None:
+        num_keys = share(dims.num_key_heads, split).room
+        shared = dims.num_value_heads // dims.num_key_heads
+        dims = replace(dims, num_key_heads=num_keys, num_value_heads=num_keys * shared)
     return replace(
         config,
         num_heads=heads.query.room,
         num_kv_heads=heads.kv.room,
         ffn=share(config.ffn, split).room,
         routing=routing,
+        recurrence=dims,
     )
 
 
@@ -104,6 +115,12 @@ class Cut(NamedTuple):
         spans = (*self.rows, *(() if self.columns is None else (self.columns,)))
         return any(span.num < span.room for span in spans)
 
+    def of(self, whole: Tensor) -> Tensor:
+        """What the rank has of a matrix."""
+        own = whole.new_zeros(self.shape(tuple(whole.shape)))
+        self.put(own, slice(0, len(whole)), whole)
+        return own
+
     def put(self, room: Tensor, rows: slice, values: Tensor) -> None:
         """Of some `rows` of the whole tensor, copy those that belong into `room`. A vector is a matrix of one
         column."""
@@ -118,36 +135,54 @@ class Cut(NamedTuple):
 
 
 def cut_of(
-    name: str, index: int, shapes: tuple[tuple[int, ...], ...], where: tuple[ModelConfig, Split]
+    full: str, index: int, shapes: tuple[tuple[int, ...], ...], where: tuple[ModelConfig, Split]
 ) -> Cut:
-    """Of part `index` of the model's tensor `name`, whose parts have these `shapes` in files. `where`: the
+    """Of part `index` of the model's tensor `full`, whose parts have these `shapes` in files. `where`: the
     whole model's dimensions, and the rank."""
-    (config, split), name, shape = where, name.rpartition(".")[2], shapes[index]
+    (config, split), name, shape = where, full.rpartition(".")[2], shapes[index]
     rows, is_alone = shape[0], len(shapes) == 1
-    heads = RankHeads.of(config, split)
-    if name in _WHOLE:
-        return Cut((Section(0, rows, rows),))
+    every, heads = Section(0, rows, rows), RankHeads.of(config, split)
+    if name in ("q_norm", "k_norm") and rows != config.head_dim:
+        need_even_heads(config, split, f"models of architecture {config.architecture}")
+        return Cut(((heads.query if name == "q_norm" else heads.kv).times(config.head_dim),))
+    if name in _WHOLE or name.endswith("norm"):
+        return Cut((every,))
     if name in ("embed", "head"):
         return Cut((share(rows, split),))
-    if name in ("qkv", "qkv_bias"):
-        query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        fused = (query, kv.after(q_rows), kv.after(q_rows + kv_rows))
-        return Cut(fused if is_alone else ((query, kv, kv)[index],))
     if name in ("gate_up", "gate_up_bias"):
         width = rows // 2 if is_alone else rows
         own = share(width, split)
         return Cut((own, own.after(width)) if is_alone else (own,))
     if name == "experts_gate_up":
         return Cut((share(rows, split),))
-    every = Section(0, rows, rows)
-    if name == "out":
-        return Cut((every,), heads.query.times(config.head_dim))
     if name in ("down", "experts_down"):
         return Cut((every,), share(shape[1], split))
     if name in ("out_bias", "down_bias"):  # added once: the results are summed
         return Cut((every if split.rank == 0 else Section(0, 0, rows),))
+    dims = config.recurrence
+    if dims is not None and int(full.split(".")[1]) in dims.layers:
+        return _recurrent_cut((name, index), shape, dims, split)
+    if name in ("qkv", "qkv_bias"):
+        if not is_alone:
+            own, num = ((heads.query, config.num_heads), *2 * [(heads.kv, config.num_kv_heads)])[index]
+            return Cut((own.times(rows // num),))
+        query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return Cut((query, kv.after(q_rows), kv.after(q_rows + kv_rows)))
+    if name == "out":
+        return Cut((every,), heads.query.times(config.head_dim))
     raise ModelError(f"--tensor-parallel: {name} of {config.architecture} is not divided among ranks")
+
+
+def _recurrent_cut(part: tuple[str, int], shape: tuple[int, ...], dims: Recurrence, split: Split) -> Cut:
+    """The same for a layer with a state. `part`: its tensor, and which of that one's parts."""
+    keys = share(dims.num_key_heads, split)
+    k, v = (keys.times(width // dims.num_key_heads) for width in (dims.key_width, dims.out_width))
+    if part[0] == "out":
+        return Cut((Section(0, shape[0], shape[0]),), v)
+    if part == ("conv", 0) or (part == ("qkv", 0) and not dims.interleaved):
+        return Cut((k, k.after(dims.key_width), v.after(2 * dims.key_width)))
+    return Cut((keys.times(shape[0] // dims.num_key_heads),))  # key head by key head
 
 
 Pieces = Callable[[int], Iterable[tuple[slice, Tensor]]]  # of a part: ranges of its rows, and their values
@@ -164,71 +199,43 @@ class Together(Protocol):
         """[S, n] of each rank -> [S, size * n]."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitOps:
+class SplitOps(OpsAround):
     """`LayerOps` over one rank's part of the weights. What `ops` computes from columns is a part of a sum,
     and is summed here."""
 
-    ops: LayerOps
-    split: Split
-    together: Together
+    def __init__(self, ops: LayerOps, split: Split, together: Together) -> None:
+        super().__init__(ops)
+        self.split, self.together = split, together
+        self.embed, self.logits = self._embed, self._logits
+        self.linear_shares, self.whole = self._linear_shares, self._whole
+        self.norm_heads, self.summed = self._norm_heads, self._summed
 
-    def embed(self, tokens: Tensor, table: Weight) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
+        return self._whole(self.ops.routed(x, experts, shared))
+
+    def _embed(self, tokens: Tensor, table: Weight) -> Tensor:
         own = tokens - self.split.rank * len(table)
         is_here = (own >= 0) & (own < len(table))
         rows = F.embedding(own.clamp(0, len(table) - 1), table)
         return self.together.sum(torch.where(is_here[:, None], rows, 0))
 
-    def logits(self, x: Tensor, weight: Weight, vocab: int) -> Tensor:
+    def _logits(self, x: Tensor, weight: Weight, vocab: int) -> Tensor:
         return self.together.joined(self.ops.linear(x, weight))[:, :vocab]
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return self.ops.linear(x, weight, bias)
-
-    def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
+    def _linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
         return self.together.sum(self.ops.linear(x, weight))
 
-    def whole(self, x: Tensor) -> Tensor:
+    def _whole(self, x: Tensor) -> Tensor:
         return self.together.sum(x.sum(dim=0) if x.dim() == 3 else x)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.ops.rms_norm(x, weight, eps)
+    def _norm_heads(self, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> list[Tensor]:
+        """As many values of each part are on every rank."""
+        squares = torch.stack([part.float().square().mean(dim=-1) for part in parts], dim=-1)
+        scales = (self.together.sum(squares) / self.split.size + eps).rsqrt().unbind(dim=-1)
+        return [
+            (part.float() * scale[:, None]).to(part.dtype) * weight
+            for part, scale, weight in zip(parts, scales, weights, strict=True)
+        ]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self.ops.add_rms_norm(x, residual, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self.ops.silu_mul(gate_up)
-
-    def gated(self, x: Tensor, weight: Weight) -> Tensor:
-        return self.ops.gated(x, weight)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self.ops.gelu_mul(gate_up)
-
-    def gelu_gated(self, x: Tensor, weight: Weight) -> Tensor:
-        return self.ops.gelu_gated(x, weight)
-
-    def delta_gates(self, rows: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.delta_gates(rows, rate, dt_bias)
-
-    def gated_norm(self, found: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.ops.gated_norm(found, gate, weight, eps)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return self.ops.sigmoid(x)
-
-    def routed(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Any:
-        return self.whole(self.ops.routed(x, experts, shared))
-
-    def choose(self, x: Tensor, experts: Experts) -> Any:
-        return self.ops.choose(x, experts)
-
-    def terms(self, x: Tensor, experts: Experts, has_shared: bool) -> Tensor:
-        return self.ops.terms(x, experts, has_shared)
-
-    def add_terms(self, x: Tensor, experts: Experts, chosen: Any, terms: Tensor) -> None:
-        self.ops.add_terms(x, experts, chosen, terms)
-
-    def summed(self, terms: Tensor, chosen: Any, experts: Experts, shared: Tensor | None) -> Tensor:
-        return self.whole(self.ops.summed(terms, chosen, experts, shared))
+    def _summed(self, terms: Tensor, chosen: Any, experts: Experts, shared: Tensor | None) -> Tensor:
+        return self._whole(self.ops.summed(terms, chosen, experts, shared))

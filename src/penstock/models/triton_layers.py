@@ -9,6 +9,7 @@ two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -200,6 +201,9 @@ class TritonLayerOps:
                 num_warps=_warps(width),
             )
         return out
+
+    def norm_heads(self, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> list[Tensor]:
+        return [self.rms_norm(part, weight, eps) for part, weight in zip(parts, weights, strict=True)]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()

@@ -251,7 +251,7 @@ class RankPart(NamedTuple):
                     if len(part.shape) == 1:  # read as one row
                         cut.put(room.unsqueeze(1), slice(0, part.shape[0]), values.reshape(-1, 1))
                     else:
-                        cut.put(room, rows, values.reshape(-1, part.shape[1]))
+                        cut.put(room.flatten(1), rows, values.reshape(-1, math.prod(part.shape[1:])))
         return out
 
 
@@ -509,7 +509,7 @@ def dummy_weights(
             tensor.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
         if isinstance(held, Split):  # cut from the whole tensor: the same model on any number of ranks
             part = RankPart(weight, config, held)
-            weights[weight.name] = part.filled(part.empty(device, dtype), _whole_parts(weight, tensor))
+            weights[weight.name] = part.filled(part.empty(device, dtype), whole_parts(weight, tensor))
             continue
         if isinstance(device, Devices) and device.of(weight) != maker:
             tensor = empty_weight(weight, device, dtype).copy_(tensor)
@@ -520,10 +520,10 @@ def dummy_weights(
     return weights
 
 
-def _whole_parts(weight: WeightSpec, tensor: Tensor) -> Pieces:
+def whole_parts(weight: WeightSpec, tensor: Tensor) -> Pieces:
     """The parts of a whole tensor, as `fill` takes them."""
     parts = {part.name: room for part, room in zip(weight.parts, _rooms(tensor, weight), strict=True)}
-    return lambda part: [(slice(0, part.shape[0]), parts[part.name])]
+    return lambda part: [(slice(0, part.shape[0] if len(part.shape) > 1 else 1), parts[part.name])]
 
 
 def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> bytes:

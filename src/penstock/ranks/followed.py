@@ -8,20 +8,27 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from queue import Empty, Queue
+from typing import Any
 
 from torch import Tensor
 
+from penstock.contract import Adapter
+from penstock.engine.execution.ahead import Drafts, Guesser
 from penstock.engine.execution.passes import Pass, StepLimits
-from penstock.errors import RankLost
+from penstock.errors import ModelError, RankLost
 from penstock.kv.build import Moves
-from penstock.kv.memory import BlockLayout, HostArena
+from penstock.kv.memory import BlockLayout
+from penstock.models.adapters import ReadAdapter
+from penstock.models.lora import AdapterWeights
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.split import SplitOps
 from penstock.ranks.collectives import Collectives
-from penstock.ranks.passes import FollowedSteps
+from penstock.ranks.passes import FollowedSteps, SharedDrafts, SharedDraws
 from penstock.ranks.wire import MessageKind, RankMessage, RankWire
 
 log = logging.getLogger(__name__)
@@ -35,6 +42,35 @@ def tell_failed(wire: RankWire, error: BaseException) -> None:
     wire.send(MessageKind.FAILED, {"error": text, "is_other": is_other})
 
 
+class FollowedAdapters:
+    """The adapters that rank 0 has loaded, by digest, from its order until it drops them as often. `load` is
+    for any thread."""
+
+    def __init__(self, read: ReadAdapter) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._weights = dict[str, AdapterWeights]()
+        self._num_orders = Counter[str]()
+
+    def load(self, directory: str, digest: str) -> None:
+        with self._lock:
+            self._num_orders[digest] += 1
+        files = self._read(Path(directory))
+        if files.digest != digest:
+            raise ModelError("the adapter there is another one than on rank 0")
+        with self._lock:
+            self._weights.setdefault(digest, files.weights)
+
+    def drop(self, digest: str) -> None:
+        with self._lock:
+            self._num_orders[digest] -= 1
+            if not self._num_orders[digest]:
+                del self._num_orders[digest]
+                self._weights.pop(digest, None)
+
+    def weights_of(self, adapter: Adapter) -> AdapterWeights:
+        return self._weights[adapter.digest]
+
+
 class Followed:
     """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
 
@@ -43,8 +79,9 @@ class Followed:
         self.size = together.split.size
         self.together = together
         self.limits: StepLimits | None = None  # set by `num_blocks`, as is the next one
-        self.num_host_blocks = 0
+        self.host_slots = [0, 0]  # for blocks, and for kept states
         self.host_file = file  # -1: host memory is for this rank alone
+        self.loaded: FollowedAdapters | None = None  # set by `adapters`
         self._wire, self._timeout_s = wire, timeout_s
         self._messages = Queue[RankMessage]()
         self._over = threading.Event()
@@ -57,21 +94,30 @@ class Followed:
     def ops(self, ops: LayerOps) -> LayerOps:
         return SplitOps(ops, self.together.split, self.together)
 
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        """From now on this rank can read those that rank 0 orders."""
+        self.loaded = FollowedAdapters(read)
+        return read, self.loaded.drop
+
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Waits until rank 0 has chosen all sizes."""
         self._wire.send(MessageKind.READY, {"digest": digest.hex(), "num_blocks": num_blocks})
-        message = self._messages.get()
+        while (message := self._messages.get()).kind is MessageKind.DROP:
+            pass  # of one that was refused: rank 0 is about to end
         if message.kind is MessageKind.END:  # rank 0 could not be built, and says why
             raise SystemExit(1)
         if message.kind is not MessageKind.BEGIN:
             raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
         found = message.fields
-        self.limits, self.num_host_blocks = StepLimits(**found["limits"]), int(found["num_host_blocks"])
+        self.limits, self.host_slots = StepLimits(**found["limits"]), found["host_slots"]
         self.host_file = self.host_file if found["shares_host"] else -1
         return self.limits.padding_slot  # the slot behind all others
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass:
-        return FollowedSteps(self.together, tokens)
+    def steps(self, limits: StepLimits, hosts: object, tokens: tuple[Tensor, ...]) -> Pass:
+        return FollowedSteps(self.together, tokens, limits.num_ahead > 0)
+
+    def drafts(self, guesser: Guesser, draws: object, *given: Any) -> Drafts:
+        return SharedDrafts(guesser, SharedDraws(None, self.together), *given)
 
     def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
         return Moves()
@@ -107,7 +153,9 @@ class Followed:
         try:
             while True:
                 message = self._wire.receive()
-                if message.kind is not MessageKind.BEAT:
+                if message.kind is MessageKind.ADAPTER:  # reading files holds up no step
+                    threading.Thread(target=self._load, args=(message,), name="adapter", daemon=True).start()
+                elif message.kind is not MessageKind.BEAT:
                     self._messages.put(message)
                 if message.kind is MessageKind.END:
                     return
@@ -115,6 +163,15 @@ class Followed:
             self._end(f"rank 0 did not answer for {self._timeout_s:g} s")
         except Exception:
             self._end("rank 0 has ended")
+
+    def _load(self, message: RankMessage) -> None:
+        asked, error = message.fields, ""
+        assert self.loaded is not None  # it was there before this rank was ready
+        try:
+            self.loaded.load(asked["directory"], asked["digest"])
+        except Exception as raised:
+            error = str(raised)
+        self.copied(asked["number"], error)
 
     def _beat(self) -> None:
         while not self._over.wait(self._timeout_s / _BEATS):

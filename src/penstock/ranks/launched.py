@@ -10,7 +10,6 @@ from penstock.config import (
     Config,
     ExpertsConfig,
     KvConfig,
-    LoraConfig,
     ModelSource,
     SanitizeConfig,
     Settings,
@@ -22,7 +21,6 @@ from penstock.errors import ConfigError
 _REFUSED: Mapping[type[Settings], tuple[str, ...]] = {
     ModelSource: ("deterministic",),
     KvConfig: ("residency", "pin_spans", "scorer"),
-    LoraConfig: ("adapters", "dir"),
     ExpertsConfig: ("on_device", "order", "guesses", "record"),
     SanitizeConfig: ("check_bytes",),
 }
@@ -32,12 +30,16 @@ def check_supported(config: Config) -> None:
     """Raises ConfigError by the name of a flag that several ranks do not support."""
     if config.ranks.size == 1:
         return
-    for part in (config.source, config.kv, config.lora, config.experts, config.sanitize):
+    for part in (config.source, config.kv, config.experts, config.sanitize):
         for one in settings_of(type(part)):
             if one.field in _REFUSED[type(part)] and getattr(part, one.field) != one.default:
                 raise ConfigError(f"{one.flag} is not supported with --tensor-parallel")
-    if config.speculation.kind not in (None, "ngram"):
-        raise ConfigError(f"--speculate {config.speculation.kind} is not supported with --tensor-parallel")
+    kind, has_stores = config.speculation.kind, config.offload.ssd_dir or config.offload.remote
+    if kind in ("draft", "eagle") and has_stores:  # its blocks depend on the number of ranks
+        raise ConfigError(
+            "--kv-offload-ssd-dir and --kv-offload-remote are not supported with --tensor-parallel and "
+            f"--speculate {kind}"
+        )
 
 
 def is_follower(config: Config, environ: Mapping[str, str]) -> bool:

@@ -22,7 +22,7 @@ from penstock.contract import StepPlan
 from penstock.errors import ConfigError, RankLost, TransferFailed
 from penstock.kv.transfer import Layers, Slots
 from penstock.models.progress import Progress
-from penstock.ranks.wire import CopyOrder, MessageKind, RankMessage, RankWire, step_words
+from penstock.ranks.wire import CopyOrder, MessageKind, RankMessage, RankWire, Words, step_words
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Peer:
 
 
 class Copying:
-    """A copy that the other ranks were asked for."""
+    """A copy that the other ranks were asked for, or an adapter."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._left = set(ranks)
@@ -147,15 +147,32 @@ class Leader:
             self._send(peer, MessageKind.STEP, words)
 
     def order_copy(self, direction: int, source_slots: Slots, dest_slots: Slots, layers: Layers) -> Copying:
+        def words(number: int) -> Words:
+            return CopyOrder(number, direction, layers, source_slots, dest_slots).words()
+
+        return self._ordered(MessageKind.COPY, words)
+
+    def order_adapter(self, directory: str, digest: str) -> Copying:
+        """They read the same adapter from the same directory."""
+        asked = {"directory": directory, "digest": digest}
+        return self._ordered(MessageKind.ADAPTER, lambda number: {"number": number, **asked})
+
+    def drop_adapter(self, digest: str) -> None:
+        """After the last step that needs it, once for each order."""
+        with contextlib.suppress(RankLost):
+            for peer in self.peers:
+                self._send(peer, MessageKind.DROP, {"digest": digest})
+
+    def _ordered(self, kind: MessageKind, payload: Callable[[int], Words | Mapping[str, Any]]) -> Copying:
         copying = Copying([peer.rank for peer in self.peers])
         with self._lock:
             if self._lost is not None:
                 raise self._lost
             self._num_copies = number = (self._num_copies + 1) % (1 << 31)
             self._copies[number] = copying
-        words = CopyOrder(number, direction, layers, source_slots, dest_slots).words()
+        message = payload(number)
         for peer in self.peers:
-            self._send(peer, MessageKind.COPY, words)
+            self._send(peer, kind, message)
         return copying
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:

@@ -4,14 +4,19 @@ that it has sampled. Owns which steps were announced."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import Access, Mode, StepPlan
+from penstock.engine.execution.ahead import Drafts
+from penstock.engine.execution.draws import DrawKind, Draws
 from penstock.engine.execution.passes import LAST, SAMPLER, Pass, Step, StepOps
-from penstock.engine.execution.sampler import SamplePlan
+from penstock.engine.execution.sampler import SampleOutput, SamplePlan
 from penstock.errors import RankLost, TransferFailed
 from penstock.lanes.lane import Ticket
 from penstock.ranks.collectives import Collectives
@@ -31,21 +36,38 @@ class Announces(Protocol):
 
 class SharedTokens(Pass):
     """After the sampling: the last token of every row, and how many of its drafts were rejected, become those
-    of rank 0 on every rank. The sizes are the same in every step."""
+    of rank 0 on every rank. The sizes are the same in every step. So do the samples that drafts are made
+    from."""
 
     is_late = True
 
-    def __init__(self, together: Collectives, tensors: tuple[Tensor, ...]) -> None:
-        self._together, self._tensors = together, tensors
+    def __init__(self, together: Collectives, tensors: tuple[Tensor, ...], makes_drafts: bool) -> None:
+        self._together, self._tensors, self._makes_drafts = together, tensors, makes_drafts
         self._rows = np.arange(len(tensors[0]), dtype=np.int32)
 
     def submit(self, step: Step) -> None:
         access = Access(SAMPLER, self._rows, LAST, Mode.WRITE)
-        step.ops.submit(self._share, "share tokens", [access])
+        step.ops.submit(partial(self._share, step), "share tokens", [access])
 
-    def _share(self) -> None:
-        for tensor in self._tensors:
+    def _share(self, step: Step) -> None:
+        for tensor in (*self._tensors, *self._samples(step)):
             self._together.tell(tensor)
+
+    def _samples(self, step: Step) -> tuple[Tensor, ...]:
+        plan, num = step.plan, step.packed.shape.num_samples
+        if not self._makes_drafts or not num or not (plan.num_ahead or not plan.is_decode):
+            return ()
+        made = step.outputs.made = step.outputs.made or self._room(step)
+        return (made.tokens,) if made.lasts is None else (made.tokens, made.lasts)
+
+    def _room(self, step: Step) -> SampleOutput:
+        """For the samples of rank 0."""
+        device, drafted = self._tensors[0].device, step.packed.drafted
+        tokens = torch.empty(step.packed.shape.num_samples, dtype=torch.int32, device=device)
+        if drafted is None:
+            return SampleOutput(tokens)
+        lasts = torch.empty(drafted.num_groups, dtype=torch.int64, device=device)
+        return SampleOutput(tokens, lasts=lasts)
 
 
 class LedSteps(SharedTokens):
@@ -53,10 +75,10 @@ class LedSteps(SharedTokens):
     collective. Any other step that fails here has left the other ranks in the middle of it, so that none may
     follow."""
 
-    runs_adapters = False
-
-    def __init__(self, together: Collectives, tensors: tuple[Tensor, ...], others: Announces) -> None:
-        super().__init__(together, tensors)
+    def __init__(
+        self, together: Collectives, tensors: tuple[Tensor, ...], makes_drafts: bool, others: Announces
+    ) -> None:
+        super().__init__(together, tensors, makes_drafts)
         self._others = others
         self._is_announced = False
         self._last: Ticket | None = None  # of the step announced last
@@ -96,3 +118,33 @@ class FollowedSteps(SharedTokens):
 
     def pack(self, step: Step) -> None:
         step.sampling = _NO_SAMPLES
+
+
+class SharedDraws:
+    """Rank 0 chooses the drafts, and tells them: the logits are there on every rank, the parameters of
+    requests are not. Implements `Draws`."""
+
+    def __init__(self, own: Draws | None, together: Collectives) -> None:
+        """`own`: on rank 0."""
+        self._own, self._together = own, together
+
+    def load(self, words: NDArray[np.int32]) -> None:
+        if self._own is not None:
+            self._own.load(words)
+
+    def choose(
+        self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind
+    ) -> Tensor:
+        if self._own is None:
+            chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        else:
+            chosen = self._own.choose(logits, target_ids, rows, positions, choice)
+        self._together.tell(chosen)
+        return chosen
+
+
+class SharedDrafts(Drafts):
+    """A pass that fails is no reason to go on without drafts: other ranks are in the middle of it."""
+
+    def attempt(self, work: Callable[..., None], *args: object) -> None:
+        work(*args)

@@ -24,12 +24,15 @@ from torch import Tensor
 import penstock
 from penstock import __version__
 from penstock.config import Config
+from penstock.engine.execution.ahead import Drafts, Guesser
+from penstock.engine.execution.draws import Draws
 from penstock.engine.execution.passes import Pass, StepLimits
-from penstock.errors import ConfigError, RankLost
+from penstock.errors import ConfigError, ModelError, RankLost, TransferFailed
 from penstock.kv.build import Moves
 from penstock.kv.memory import BlockLayout, HostArena
 from penstock.kv.tiers.store import BlockStore
 from penstock.kv.transfer import Mover
+from penstock.models.adapters import AdapterFiles, ReadAdapter
 from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
 from penstock.models.split import RankHeads, Section, SplitOps
@@ -38,13 +41,14 @@ from penstock.ranks.copies import LedCopier, LedMover
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.leader import Leader, Peer
 from penstock.ranks.parts import HostParts, PartedStore
-from penstock.ranks.passes import LedSteps
+from penstock.ranks.passes import LedSteps, SharedDrafts, SharedDraws
 from penstock.ranks.wire import MessageKind, RankWire, config_fields
 
 FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
 JOIN_S = 120.0  # for a process to start, and to import torch
 _LOOPBACK = "127.0.0.1"
 _CONTROL = "penstock/control"  # the name of rank 0's address in torchrun's store
+Hosts = tuple[HostArena | None, HostArena | None]
 
 # ---------------------------------------------------------------------------------------- what ranks change
 
@@ -56,6 +60,9 @@ class Ranks(Protocol):
 
     def ops(self, ops: LayerOps) -> LayerOps: ...
 
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        """`read` on every rank, and what ends the use of one that was read, by its digest."""
+
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Blocks that every rank has room for, once all have loaded the model."""
 
@@ -66,9 +73,12 @@ class Ranks(Protocol):
     def wait_built(self) -> None:
         """Until every rank can run steps and copies."""
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
-        """The pass behind the sampling. `tokens`: the device's last tokens, and what goes with them. From
-        here on all ranks have the same sizes."""
+    def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
+        """The pass behind the sampling. `hosts`: of blocks, and of kept states. `tokens`: the device's last
+        tokens, and what goes with them. From here on all ranks have the same sizes."""
+
+    def drafts(self, guesser: Guesser, draws: Draws | None, pending: Tensor, block_tokens: int) -> Drafts:
+        """What makes drafts on every rank. `draws`: on rank 0."""
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         """`lost` is called once, from any thread, when a rank is lost."""
@@ -91,11 +101,18 @@ class Alone:
     def ops(self, ops: LayerOps) -> LayerOps:
         return ops
 
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        return read, lambda digest: None
+
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return num_blocks
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
+    def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
         return None
+
+    def drafts(self, guesser: Guesser, draws: Draws | None, *given: Any) -> Drafts:
+        assert draws is not None
+        return Drafts(guesser, draws, *given)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         pass
@@ -116,6 +133,18 @@ class Led:
 
     def ops(self, ops: LayerOps) -> LayerOps:
         return SplitOps(ops, self._together.split, self._together)
+
+    def adapters(self, read: ReadAdapter) -> tuple[ReadAdapter, Callable[[str], None]]:
+        def read_everywhere(directory: Path) -> AdapterFiles:
+            files = read(directory)
+            try:
+                self._leader.order_adapter(os.path.abspath(directory), files.digest).wait()
+            except TransferFailed as error:
+                self._leader.drop_adapter(files.digest)
+                raise ModelError(f"{directory}: {error}") from error
+            return files
+
+        return read_everywhere, self._leader.drop_adapter
 
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return self._leader.ready(digest, num_blocks, progress)
@@ -138,11 +167,14 @@ class Led:
         self._shares_host = True
         return PartedStore(store, HostParts(arena, stored, spans, files))
 
-    def steps(self, limits: StepLimits, host: HostArena | None, tokens: tuple[Tensor, ...]) -> Pass | None:
-        num_host_blocks = 0 if host is None else host.num_slots
-        sizes = {"num_host_blocks": num_host_blocks, "shares_host": self._shares_host}
+    def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
+        host_slots = [0 if host is None else host.num_slots for host in hosts]
+        sizes = {"host_slots": host_slots, "shares_host": self._shares_host}
         self._leader.begin({"limits": asdict(limits), **sizes})
-        return LedSteps(self._together, tokens, self._leader)
+        return LedSteps(self._together, tokens, limits.num_ahead > 0, self._leader)
+
+    def drafts(self, guesser: Guesser, draws: Draws | None, *given: Any) -> Drafts:
+        return SharedDrafts(guesser, SharedDraws(draws, self._together), *given)
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
         self._leader.watch(lost)

@@ -24,17 +24,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import Config
-from penstock.contract import Chunk, Echo, StepPlan
+from penstock.contract import Adapter, Chunk, Echo, StateMove, StepPlan
 from penstock.errors import InvariantBroken, RankLost
+from penstock.models.hashed_file import DIGEST_BYTES
 
 _HEAD = struct.Struct("<BI")
 _MOST_BYTES = 1 << 30
 _NUMBERS = ("row", "start", "writes", "num_logits", "num_unsure", "next_token", "num_left_out", "room")
 # Work that other ranks cannot do yet. The flags that lead to it are refused.
-_UNSUPPORTED = ("adapter", "scoring", "state")
-# per chunk: tokens, slots, host slots (-1: none), prompt tokens whose logprobs are wanted (-1: none),
-# alternatives
-_SIZES = 5
+_UNSUPPORTED = ("scoring",)
+# per chunk: the slots of kept states that its row begins with and ends in (-1: none)
+_MOVES = 2
+# The adapters of a step follow it, each by its digest; that of the blank one is zero.
+_ADAPTER_WORDS = DIGEST_BYTES // 4
+# per chunk: the number of its adapter among them (-1: none); tokens, slots, host slots (-1: none), prompt
+# tokens whose logprobs are wanted (-1: none), alternatives
+_SIZES = 6
+_NO_MOVE = StateMove()
+_STEP_HEAD = 5
 _TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
 
 Words = NDArray[np.int32]
@@ -51,6 +58,8 @@ class MessageKind(enum.IntEnum):
     BEAT = 8  # nothing new
     FAILED = 9  # to rank 0: it ends, and why
     END = 10  # from rank 0
+    ADAPTER = 11  # from rank 0: read one
+    DROP = 12  # from rank 0: an adapter that no later step needs
 
 
 _KINDS = frozenset(MessageKind)
@@ -123,22 +132,28 @@ def step_words(plan: StepPlan) -> Words:
     echoes, paged = [chunk.echo for chunk in chunks], [chunk.paged for chunk in chunks]
     hosted = [slots for slots in paged if slots is not None]
     targets = [echo.tokens for echo in echoes if echo is not None]
+    moves = [chunk.state or _NO_MOVE for chunk in chunks]
+    states = ([-1 if slot is None else slot for slot in column] for column in zip(*moves, strict=True))
+    adapters = dict.fromkeys(chunk.adapter.digest for chunk in chunks if chunk.adapter is not None)
+    numbers = {digest: number for number, digest in enumerate(adapters)}
     sizes = (
+        (-1 if chunk.adapter is None else numbers[chunk.adapter.digest] for chunk in chunks),
         map(len, map(_TOKENS_OF, chunks)),
         map(len, map(_SLOTS_OF, chunks)),
         (-1 if slots is None else len(slots) for slots in paged),
         (-1 if echo is None else len(echo.tokens) for echo in echoes),
         (0 if echo is None else echo.num_top for echo in echoes),
     )
-    columns = (*(map(attrgetter(name), chunks) for name in _NUMBERS), *sizes)
+    columns = (*(map(attrgetter(name), chunks) for name in _NUMBERS), *states, *sizes)
     return np.concatenate(
         [
-            np.array([plan.number, plan.num_decodes, plan.num_ahead, len(chunks)], np.int32),
+            np.array([plan.number, plan.num_decodes, plan.num_ahead, len(chunks), len(adapters)], np.int32),
             *(np.fromiter(column, np.int32, len(chunks)) for column in columns),
             np.fromiter(chain.from_iterable(map(_TOKENS_OF, chunks)), np.int32),
             *map(_SLOTS_OF, chunks),
             *hosted,
             np.fromiter(chain.from_iterable(targets), np.int32),
+            *(np.frombuffer(bytes.fromhex(digest or "00" * DIGEST_BYTES), np.int32) for digest in adapters),
         ],
         dtype=np.int32,
     )
@@ -146,12 +161,18 @@ def step_words(plan: StepPlan) -> Words:
 
 def step_of(words: Words) -> StepPlan:
     """The step again. Requests have the names of their rows."""
-    number, num_decodes, num_ahead, num = (int(word) for word in words[:4])
-    width = len(_NUMBERS) + _SIZES
-    table, rest = words[4 : 4 + width * num].reshape(width, num), words[4 + width * num :]
-    sizes = table[len(_NUMBERS) :]
+    number, num_decodes, num_ahead, num, num_adapters = (int(word) for word in words[:_STEP_HEAD])
+    adapters = [
+        _adapter_of(found)
+        for found in words[len(words) - num_adapters * _ADAPTER_WORDS :].reshape(-1, _ADAPTER_WORDS)
+    ]
+    width = len(_NUMBERS) + _MOVES + _SIZES
+    body = words[_STEP_HEAD:]
+    table, rest = body[: width * num].reshape(width, num), body[width * num :]
     parts, start = list[list[Words]](), 0
-    for lengths in sizes[:-1].clip(min=0).tolist():  # tokens of all chunks, then their slots, and so on
+    for lengths in (
+        table[1 - _SIZES : -1].clip(min=0).tolist()
+    ):  # tokens of all chunks, then their slots, and so on
         ends = start + np.cumsum(lengths, dtype=np.int64)
         parts.append([rest[end - length : end] for end, length in zip(ends, lengths, strict=True)])
         start = int(ends[-1]) if num else start
@@ -160,12 +181,18 @@ def step_of(words: Words) -> StepPlan:
         tokens, slots, paged, targets = (part[index] for part in parts)
         values: dict[str, Any] = dict(zip(_NUMBERS, row, strict=False))
         values["writes"] = bool(values["writes"])
-        _, _, num_paged, num_echoed, num_top = row[-_SIZES:]
+        move = StateMove(*(None if slot < 0 else slot for slot in row[len(_NUMBERS) : -_SIZES]))
+        own, _, _, num_paged, num_echoed, num_top = row[-_SIZES:]
         echo = None if num_echoed < 0 else Echo(tuple(targets.tolist()), num_top)
         host = None if num_paged < 0 else paged
-        own = tuple(tokens.tolist())
-        chunks.append(Chunk(f"row {row[0]}", tokens=own, slots=slots, paged=host, echo=echo, **values))
+        values |= {"paged": host, "echo": echo, "state": None if move == _NO_MOVE else move}
+        values["adapter"] = None if own < 0 else adapters[own]
+        chunks.append(Chunk(f"row {row[0]}", tokens=tuple(tokens.tolist()), slots=slots, **values))
     return StepPlan(number, tuple(chunks), num_decodes, num_ahead=num_ahead)
+
+
+def _adapter_of(words: Words) -> Adapter:
+    return Adapter("", words.tobytes().hex() if words.any() else "")
 
 
 # --------------------------------------------------------------------------------------------------- copies

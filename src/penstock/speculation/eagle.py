@@ -26,8 +26,9 @@ from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.fields import Fields, is_number
 from penstock.models.llama import Llama
 from penstock.models.model import ModelConfig, Weight
+from penstock.models.split import part_of
 from penstock.models.weights import read_json, read_tensors, weight_files
-from penstock.speculation.head import DraftHead, load_weights
+from penstock.speculation.head import DraftHead, Rooms, load_weights
 from penstock.speculation.vocab import DraftVocab, read_vocab
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -100,11 +101,11 @@ class EagleHead(DraftHead):
         target: Decoder,
         digest: bytes,
     ) -> None:
-        dims, embed = config.dims, weights.get("embed", target.embedding)
+        dims, embed = part_of(config.dims, target.ops.split), weights.get("embed", target.embedding)
         if isinstance(embed, Tensor) and isinstance(target.embedding, Tensor):
             embed = target.embedding if torch.equal(embed, target.embedding) else embed
         shared = {"embed": embed, "head": embed if dims.tied_embeddings else target.output}
-        dims = dataclasses.replace(dims, tied_embeddings=False)
+        dims = dataclasses.replace(dims, tied_embeddings=False, vocab=config.draft_vocab)
         block = Decoder(dims, {**shared, **weights, "embed": embed}, target.ops, b"", [config.kind])
         super().__init__(block, config.taps, vocab, digest)
         self.own_dims = self.dims
@@ -123,9 +124,10 @@ class EagleHead(DraftHead):
 # ------------------------------------------------------------------------------------------------------ files
 
 
-def read_eagle(directory: Path, target: Decoder) -> EagleHead:
-    """The head in `directory`, for `target`. Raises ModelError for any problem with it."""
-    config, where = read_eagle_config(directory, target.config), str(directory)
+def read_eagle(directory: Path, target: Decoder, whole: ModelConfig | None = None) -> EagleHead:
+    """The head in `directory`, for `target`, which may be a part of the model of dimensions `whole`. Raises
+    ModelError for any problem with it."""
+    config, where = read_eagle_config(directory, whole or target.config), str(directory)
     tensors, digest = _read_tensors(directory, config)
     d2t, t2d = (tensors.pop(name, None) for name in ("d2t", "t2d"))
     num, size = config.draft_vocab, target.config.vocab
@@ -134,7 +136,8 @@ def read_eagle(directory: Path, target: Decoder) -> EagleHead:
         covered = torch.zeros(size, dtype=torch.bool).index_fill_(0, vocab.target_ids, True)
         if t2d.shape != covered.shape or not torch.equal(t2d != 0, covered):
             raise ModelError(f"{where}: t2d does not name the tokens that d2t names")
-    weights = load_weights(tuple(config.layout(tensors)), tensors, target, directory)
+    rooms = Rooms(target, config.dims)
+    weights = load_weights(tuple(config.layout(tensors)), tensors, rooms, directory)
     return EagleHead(config, weights, vocab, target, digest)
 
 

@@ -19,13 +19,17 @@ from penstock.models.architecture import WeightSpec
 from penstock.models.decoder import Decoder
 from penstock.models.forms import Forms, Matrix
 from penstock.models.model import ModelConfig, PagedKv, Weight
+from penstock.models.split import need_even_heads
 from penstock.models.weights import (
+    Pieces,
+    RankPart,
     empty_formed,
     empty_weight,
+    fill,
     memory_needed,
-    put_rows,
     refuse_any,
     unusable_tensors,
+    whole_parts,
 )
 from penstock.speculation.vocab import DraftVocab
 
@@ -76,8 +80,37 @@ class DraftHead:
         self._block.project(0, *self._joined(hidden, tokens), kv)
 
 
+class Rooms:
+    """Where a head's weights go, as its target's are held: whole, or one rank's part of them."""
+
+    def __init__(self, target: Decoder, dims: ModelConfig) -> None:
+        """`dims`: of the head's whole layer."""
+        need_even_heads(dims, target.ops.split, "a head for drafts")
+        self.target, self._dims = target, dims
+
+    def empty(self, weight: WeightSpec) -> Weight:
+        target, like = self.target, self.target.layers[-1].qkv
+        if target.ops.split.size > 1:
+            return RankPart(weight, self._dims, target.ops.split).empty(target.device, target.dtype)
+        if not isinstance(like, Matrix):
+            return empty_weight(weight, target.device, target.dtype)
+        forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
+        return empty_formed(weight, target.config, forms)
+
+    def put(self, room: Weight, weight: WeightSpec, pieces: Pieces) -> None:
+        if self.target.ops.split.size > 1:
+            RankPart(weight, self._dims, self.target.ops.split).filled(room, pieces)
+        else:
+            fill(room, weight, pieces)
+
+    def placed(self, weight: WeightSpec, values: Tensor) -> Weight:
+        room = self.empty(weight)
+        self.put(room, weight, whole_parts(weight, values))
+        return room
+
+
 def load_weights(
-    layout: Sequence[WeightSpec], tensors: Mapping[str, Tensor], target: Decoder, where: Path
+    layout: Sequence[WeightSpec], tensors: Mapping[str, Tensor], rooms: Rooms, where: Path
 ) -> dict[str, Weight]:
     """The weights of a head on the target's device, by the names of `layout`; `tensors` are those of its
     files. Raises ModelError if they are not those of `layout`."""
@@ -88,23 +121,8 @@ def load_weights(
         **unusable_tensors(tensors, shapes),
     }
     refuse_any(problems, f"the tensors in {where} do not fit the model")
-    with memory_needed(f"the head in {where} does not fit into the memory of {target.device}"):
+    with memory_needed(f"the head in {where} does not fit into the memory of {rooms.target.device}"):
         return {
-            weight.name: _placed(weight, torch.cat([tensors[part.name] for part in weight.parts]), target)
+            weight.name: rooms.placed(weight, torch.cat([tensors[part.name] for part in weight.parts]))
             for weight in layout
         }
-
-
-def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:
-    room = room_like(target, weight)
-    put_rows(room, slice(None), values)
-    return room
-
-
-def room_like(target: Decoder, weight: WeightSpec) -> Weight:
-    """In the storage form of the target's matrices."""
-    like = target.layers[-1].qkv
-    if not isinstance(like, Matrix):
-        return empty_weight(weight, target.device, target.dtype)
-    forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)
-    return empty_formed(weight, target.config, forms)

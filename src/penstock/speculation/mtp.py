@@ -28,8 +28,9 @@ from penstock.models.fields import Fields
 from penstock.models.forms import Matrix
 from penstock.models.model import ModelConfig, Weight
 from penstock.models.registry import architecture_of
+from penstock.models.split import Cut, share
 from penstock.models.weights import read_json, read_tensors
-from penstock.speculation.head import DraftHead, load_weights
+from penstock.speculation.head import DraftHead, Rooms, load_weights
 from penstock.speculation.vocab import DraftVocab, read_vocab
 
 CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
@@ -63,16 +64,17 @@ class MtpHead(DraftHead):
     ) -> None:
         self.config = config
         self._fc, *self._norms = (weights[name] for name in ("fc", "hidden_norm", "embed_norm"))
-        output = target.output
+        output, dims = target.output, head_dims(target.config)
         if vocab is not None:
-            output = rows_of(output, vocab.target_ids.to(target.device))
+            output = _output_of(target, vocab.target_ids.to(target.device))
+            dims = dataclasses.replace(dims, vocab=len(vocab))
         layer = {
             f"layers.0.{name.removeprefix('layer.')}": weight
             for name, weight in weights.items()
             if name.startswith("layer.")
         }
         inner = {**layer, "embed": target.embedding, "head": output, "norm": weights["norm"]}
-        block = Decoder(head_dims(target.config), inner, target.ops, b"")
+        block = Decoder(dims, inner, target.ops, b"")
         super().__init__(block, (target.config.num_layers,), vocab, digest)
 
     def fused(self, tapped: Sequence[Tensor]) -> Tensor:
@@ -115,11 +117,19 @@ def rows_of(output: Weight, ids: Tensor) -> Weight:
     return Matrix(packed, scale, wide, output.few_rows)
 
 
-def fingerprint(target: Decoder) -> str:
+def _output_of(target: Decoder, ids: Tensor) -> Weight:
+    """The same for the head of a target. Of several ranks each has a part, of rows that others have."""
+    split = target.ops.split
+    if split.size == 1:
+        return rows_of(target.output, ids)
+    return Cut((share(len(ids), split),)).of(target.ops.embed(ids, target.output))
+
+
+def fingerprint(target: Decoder, whole: ModelConfig | None = None) -> str:
     """Identity of a target's weights, independent of their storage form: its shape, and its norms in
-    bfloat16, which are the same in every form."""
+    bfloat16, which are the same in every form. `whole`: its dimensions, if `target` is a part of it."""
     state = hashlib.blake2b(digest_size=16, person=b"penstock-mtp")
-    state.update(json.dumps(target_shape(target.config)).encode())
+    state.update(json.dumps(target_shape(whole or target.config)).encode())
     for norm in (
         target.norm,
         *(norm for layer in target.layers for norm in (layer.attn_norm, layer.ffn_norm)),
@@ -163,15 +173,17 @@ def write_head(
     (directory / CONFIG_FILE).write_text(json.dumps(stated, indent=2) + "\n")
 
 
-def read_head(directory: Path, target: Decoder) -> MtpHead:
-    """The head in `directory`, for `target`. Raises ModelError for any problem with it."""
-    file = directory / CONFIG_FILE
-    config = _checked_config(read_json(file), target, str(file))
+def read_head(directory: Path, target: Decoder, whole: ModelConfig | None = None) -> MtpHead:
+    """The head in `directory`, for `target`, which may be a part of the model of dimensions `whole`. Raises
+    ModelError for any problem with it."""
+    file, whole = directory / CONFIG_FILE, whole or target.config
+    config = _checked_config(read_json(file), target, whole, str(file))
     tensors, data = read_tensors(directory / TENSORS_FILE)
     where, is_offset = str(directory / TENSORS_FILE), config.d2t_form == "offset"
     d2t = tensors.pop("d2t", None)
     vocab = read_vocab(d2t, config.draft_vocab, target.config.vocab, where, offsets=is_offset)
-    weights = load_weights(head_layout(target.config), tensors, target, directory / TENSORS_FILE)
+    rooms = Rooms(target, head_dims(whole))
+    weights = load_weights(head_layout(whole), tensors, rooms, directory / TENSORS_FILE)
     return MtpHead(config, weights, vocab, target, hashlib.blake2b(data, digest_size=16).digest())
 
 
@@ -183,12 +195,12 @@ def installed_heads() -> list[Path]:
     return sorted(file.parent for place in places for file in place.glob(f"*/{CONFIG_FILE}"))
 
 
-def installed_head(target: Decoder) -> MtpHead:
+def installed_head(target: Decoder, whole: ModelConfig) -> MtpHead:
     """The head for these weights. Raises ModelError if there is none, with advice."""
-    own, heads = fingerprint(target), installed_heads()
+    own, heads = fingerprint(target, whole), installed_heads()
     for directory in heads:
         if read_json(directory / CONFIG_FILE).get("target_fingerprint") == own:
-            return read_head(directory, target)
+            return read_head(directory, target, whole)
     raise ModelError(
         "--speculate mtp: there is no head for this model; train one (docs/speculation.md, Train a head), "
         "and name it: mtp:PATH"
@@ -198,11 +210,11 @@ def installed_head(target: Decoder) -> MtpHead:
     )
 
 
-def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> HeadConfig:
+def _checked_config(raw: Mapping[str, Any], target: Decoder, whole: ModelConfig, where: str) -> HeadConfig:
     fields = Fields(raw, where)
     fields.need(raw.get("format") == FORMAT, f"it is no {FORMAT} head, but {raw.get('format')!r}")
     fields.need(raw.get("version") == VERSION, f"version {raw.get('version')!r} is not known; {VERSION} is")
-    stated, own = fields.section("target"), target_shape(target.config)
+    stated, own = fields.section("target"), target_shape(whole)
     wrong = [
         f"{name} is {stated.get(name)!r}, not {value!r}"
         for name, value in own.items()
@@ -211,7 +223,7 @@ def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> Head
     fields.need(not wrong, f"it was trained for another model: {'; '.join(wrong)}")
     found = raw.get("target_fingerprint")
     fields.need(
-        found == fingerprint(target),
+        found == fingerprint(target, whole),
         f"it was trained for other weights of the same shape (fingerprint {found})",
     )
     draft_vocab = 0 if raw.get("draft_vocab") == 0 else fields.count("draft_vocab", most=target.config.vocab)

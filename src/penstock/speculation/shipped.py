@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,16 +27,16 @@ from penstock.models.hashed_file import WeightFile
 from penstock.models.loader import LoadedModel
 from penstock.models.model import ModelConfig, PagedKv, Weight
 from penstock.models.registry import architecture_of
+from penstock.models.split import part_of
 from penstock.models.weights import (
     LoadedWeights,
     StoredTensor,
     check_weights,
     memory_needed,
-    put_rows,
     read_stored,
     read_weights,
 )
-from penstock.speculation.head import DraftHead, Guess, room_like
+from penstock.speculation.head import DraftHead, Guess, Rooms
 
 PREFIX, _LAYER, _IN_MODEL = "mtp.", "mtp.layers.0.", "model."
 _ROUTER = f"{_LAYER}mlp.gate.weight"
@@ -49,12 +48,13 @@ class ShippedHead(DraftHead):
     def __init__(
         self, dims: ModelConfig, weights: Mapping[str, Weight], target: Decoder, digest: bytes
     ) -> None:
+        """`dims`: of the whole layer."""
         inner = dict(weights)
         # files have the difference of a norm from one; the architecture adds it to its own
         self._fc: Weight = inner.pop("fc")
         self._norms: list[Tensor] = [inner.pop(name).add_(1.0) for name in _JOINED]
         inner |= {"embed": target.embedding, "head": target.output}
-        block = architecture_of(dims).model(dims, inner, target.ops, b"")
+        block = architecture_of(dims).model(part_of(dims, target.ops.split), inner, target.ops, b"")
         super().__init__(block, (target.config.num_layers,), None, digest)
         self._target_norm = target.norm
 
@@ -141,12 +141,12 @@ def shipped_head(loaded: LoadedModel, path: str | None) -> ShippedHead:
             "--speculate mtp uses the one in the checkpoint"
         )
     if directory is None:
-        return _random_head(target)
+        return _random_head(target, loaded.dims)
     with ExitStack() as stack:
-        head = _StoredHead.find(directory, target.config, stack)
+        head = _StoredHead.find(directory, loaded.dims, stack)
         with memory_needed(f"the head in {directory} does not fit into the memory of {target.device}"):
-            rooms = partial(room_like, target)
-            for _ in read_weights(head_layout(head.dims), head.tensors, rooms, found):
+            rooms = Rooms(target, head.dims)
+            for _ in read_weights(head_layout(head.dims), head.tensors, rooms.empty, found, rooms.put):
                 pass
         for file in head.files:
             file.check_unchanged()
@@ -155,13 +155,12 @@ def shipped_head(loaded: LoadedModel, path: str | None) -> ShippedHead:
     return ShippedHead(head.dims, found.tensors, target, state.digest())
 
 
-def _random_head(target: Decoder) -> ShippedHead:
-    dims = head_dims(target.config, target.config.routing is not None)
+def _random_head(target: Decoder, whole: ModelConfig) -> ShippedHead:
+    dims = head_dims(whole, whole.routing is not None)
     generator, weights = torch.Generator(device=target.device).manual_seed(0), dict[str, Weight]()
     for weight in head_layout(dims):
-        weights[weight.name] = room_like(target, weight)
         values = torch.zeros(weight.shape, dtype=target.dtype, device=target.device)
         if len(weight.shape) > 1:
             values.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
-        put_rows(weights[weight.name], slice(None), values)
+        weights[weight.name] = Rooms(target, dims).placed(weight, values)
     return ShippedHead(dims, weights, target, b"random head")

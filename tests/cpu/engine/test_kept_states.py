@@ -10,21 +10,26 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.config import OffloadConfig
+from penstock.config import Config, OffloadConfig, RanksConfig
 from penstock.contract import FinishReason, KvSource, StateMove, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import StatePass, StepOps
+from penstock.engine.recurrent import for_recurrent
 from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.placement import Placement
 from penstock.errors import ConfigError
+from penstock.kv import build as kv_build
+from penstock.kv.memory import StateLayout
 from penstock.kv.rules import WholePrefix, WithStates
 from penstock.kv.states import KeptStates
 from penstock.lanes.cpu import CpuLane
+from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.sanitizer.report import Kind
 from penstock.testing.sanitized import build_sanitized
 from tests.cpu.engine.test_engine import check_at_rest
@@ -71,6 +76,13 @@ def all_at_rest(engine: Engine) -> None:
     counts = states_of(engine).pool.counts
     assert counts.free + counts.idle == states_of(engine).pool.num_slots
     assert not states_of(engine).expected
+
+
+def test_several_ranks_keep_states_in_host_memory_alone(tmp_path: Path) -> None:
+    config = tiny_config(MODEL, **ROOM, ssd_dir=str(tmp_path))
+    for_recurrent(config, TINY_QWEN3_5)
+    with pytest.raises(ConfigError, match="--kv-offload-ssd-dir"):
+        for_recurrent(dataclasses.replace(config, ranks=RanksConfig(2)), TINY_QWEN3_5)
 
 
 # ---------------------------------------------------------------------------------------- a prefix comes back
@@ -521,3 +533,14 @@ def test_options_of_states_are_refused_where_they_have_no_effect(make_engine: Ma
 
 def test_a_whole_prefix_rule_uses_blocks_alone() -> None:
     assert WholePrefix(BLOCK).states is None
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "free_gib", "num"),
+    [(844_672, 256, 103), (0, 256, 32), (844_672, 16, 32), (844_672, 8, 16)],
+)
+def test_by_default_there_is_a_state_for_each_8192_tokens_of_kv_where_memory_is_free(
+    num_cached: int, free_gib: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_build, "free_bytes", lambda device: free_gib << 30)
+    assert kv_build.num_states(Config(), StateLayout(30, 64 << 20, b"a state"), num_cached) == num

@@ -14,20 +14,29 @@ from torch import Tensor
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
+from penstock.models.adapters import read_adapter
+from penstock.models.delta_rule import DeltaInputs, LayerStates, Prompts, ReadableDelta
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, load_model
-from penstock.models.model import ModelConfig, Split
+from penstock.models.lora import LoraRun, LoraRuns
+from penstock.models.model import ModelConfig, Recurrence, Routing, Split
 from penstock.models.progress import silent
 from penstock.models.split import SplitOps
 from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_GLM4_MOE,
+    TINY_GRANITE,
     TINY_LLAMA,
     TINY_MIXTRAL,
+    TINY_OLMO2,
     TINY_QWEN2_MOE,
     TINY_QWEN3,
     TINY_QWEN3_5,
     TINY_QWEN3_MOE,
+    TINY_SMOLLM3,
     write_tiny_model,
 )
+from tests.support.adapters import ALL_MODULES, adapter_tensors, write_adapter
 
 CPU, WHOLE = torch.device("cpu"), Split()
 UNEVEN = replace(
@@ -49,7 +58,27 @@ MODELS = {
     "sizes that do not divide": UNEVEN,
     "biases": BIASED,
     "fused matrices": FUSED,
+    "gemma3": TINY_GEMMA3,
+    "glm4-moe": TINY_GLM4_MOE,
+    "granite": replace(TINY_GRANITE, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "smollm3": TINY_SMOLLM3,
+    "olmo2": TINY_OLMO2,
+    "olmo2 with biases": replace(TINY_OLMO2, num_kv_heads=4, qkv_bias=True, out_bias=True),
+    "olmo3": replace(TINY_OLMO2, architecture="olmo3"),
+    "hybrid": TINY_QWEN3_5,
+    "hybrid with experts": replace(
+        TINY_QWEN3_5,
+        architecture="qwen3_5_moe",
+        routing=Routing(4, 2, 32, normalised=True, shared_ffn=48),
+    ),
+    "hybrid of interleaved rows": replace(
+        TINY_QWEN3_5,
+        architecture="qwen3_next",
+        recurrence=Recurrence((0, 1, 2), 3, 6, 16, 8, window=4, interleaved=True),
+        routing=Routing(4, 2, 32, normalised=True, shared_ffn=48),
+    ),
 }
+ALL_HEADS = {"olmo2", "olmo2 with biases", "olmo3"}  # normalised together
 
 
 class Ranks:
@@ -79,10 +108,18 @@ class OneRank:
 
 
 class Attends:
-    """Causal attention over the tokens given, without positions."""
+    """Causal attention over the tokens given, without positions, and layers with states over the same."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
+
+    def advance(self, layer: int, qkv: Tensor, conv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        dims, num = self._config.recurrence, len(qkv)
+        assert dims is not None
+        matrices = torch.zeros(1, dims.num_value_heads, dims.key_dim, dims.value_dim)
+        states = LayerStates(torch.zeros(1, dims.window - 1, dims.qkv_width), matrices)
+        prompts = Prompts(torch.zeros(1, dtype=torch.int32), torch.tensor([0, num]), 0, num, [num])
+        return ReadableDelta(dims).prompts(states, prompts, DeltaInputs(qkv, conv, decay, beta))
 
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
@@ -104,20 +141,26 @@ def loaded(source: ModelSource, ranks: Ranks | None, split: Split) -> LoadedMode
     return load_model(source, CPU, torch.float32, chosen, silent)
 
 
-def logits(source: ModelSource, ranks: Ranks | None = None, split: Split = WHOLE) -> Tensor:
+def logits(
+    source: ModelSource, adapter: Path | None = None, ranks: Ranks | None = None, split: Split = WHOLE
+) -> Tensor:
+    """With `adapter`, the last tokens run with it."""
     with torch.inference_mode():
-        model = loaded(source, ranks, split).model
+        found, lora = loaded(source, ranks, split), None
+        model = found.model
+        if adapter is not None:
+            lora = LoraRuns([LoraRun(4, 9, read_adapter(adapter, model, found.dims).weights)])
         hidden, residual = model.embed(torch.arange(9, dtype=torch.int32) * 7), None
         for layer in range(model.config.num_layers):
-            hidden, residual = model.layer(layer, hidden, residual, Attends(model.config))
+            hidden, residual = model.layer(layer, hidden, residual, Attends(model.config), lora)
         assert residual is not None
         return model.head(hidden, residual)
 
 
-def in_parts(source: ModelSource, size: int) -> list[Tensor]:
+def in_parts(source: ModelSource, size: int, adapter: Path | None = None) -> list[Tensor]:
     ranks = Ranks(size)
     with ThreadPoolExecutor(size) as pool:
-        parts = [pool.submit(logits, source, ranks, Split(rank, size)) for rank in range(size)]
+        parts = [pool.submit(logits, source, adapter, ranks, Split(rank, size)) for rank in range(size)]
         return [part.result() for part in parts]
 
 
@@ -126,8 +169,16 @@ def in_parts(source: ModelSource, size: int) -> list[Tensor]:
 def test_parts_together_compute_the_logits_of_the_whole(name: str, size: int, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, MODELS[name])
     source = ModelSource(model=str(tmp_path), weights="float32")
-    whole = logits(source)
-    for part in in_parts(source, size):
+    if name in ALL_HEADS and MODELS[name].num_heads % size:
+        with pytest.raises(ModelError, match=f"--tensor-parallel {size} must divide the heads"):
+            loaded(source, Ranks(size), Split(0, size))
+        return
+    adapter, dims = None, MODELS[name]
+    if dims.recurrence is None:
+        modules = (*ALL_MODULES, "qkv_proj", "gate_up_proj")
+        adapter = write_adapter(tmp_path / "adapter", adapter_tensors(dims, 1, modules=modules))
+    whole = logits(source, adapter)
+    for part in in_parts(source, size, adapter):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
 
 
@@ -154,9 +205,6 @@ def test_a_part_has_half_of_the_heads_and_of_the_width() -> None:
     assert part.vocab == whole.vocab
 
 
-def test_what_is_not_divided_is_refused_by_name(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, TINY_QWEN3_5)
-    with pytest.raises(ModelError, match="--tensor-parallel"):
-        loaded(ModelSource(model=str(tmp_path)), Ranks(2), Split(0, 2))
+def test_forms_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match="--weights int8"):
         loaded(ModelSource(weights="int8"), Ranks(2), Split(0, 2))

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
+from penstock.config import SpeculationConfig
 from penstock.contract import Grammar
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, ModelError
+from penstock.models.model import ModelConfig, OtherRope, Recurrence, Routing
 from penstock.models.split import SplitOps
 from penstock.ranks.start import Alone
+from penstock.speculation.vocab import DraftVocab
+from penstock.testing.tiny_models import (
+    TINY_GEMMA3,
+    TINY_QWEN3,
+    TINY_QWEN3_5,
+    tiny_tensors,
+    write_tiny_model,
+)
+from tests.cpu.engine.test_mtp_engine import write_random_head
+from tests.support.adapters import write_random_adapter
 from tests.support.driving import Collected, assert_same, generate, run_all, settle_all, submit, wait_scanned
-from tests.support.ranks import build_ranks, open_led_alone
+from tests.support.forced import forced
+from tests.support.ranks import build_ranks, open_led_alone, ranks_config
+from tests.support.shipped import shipped_tensors
 
 SIZES = {"blocks": 32, "host_blocks": 200, "max_batch": 6, "max_model_len": 256, "overcommit": 4.0}
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -41,10 +59,37 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Engine, Engine]]:
+HYBRID = replace(
+    TINY_QWEN3_5,
+    architecture="qwen3_next",
+    routing=Routing(4, 2, 32, normalised=True, shared_ffn=48),
+    recurrence=Recurrence((0, 1, 2), 2, 4, 16, 16, window=4, interleaved=True),
+)
+# Windows and a state for each row: models that the scheduler treats in another way.
+WINDOWS = replace(TINY_GEMMA3, num_layers=3, windows=(40, 0, 40), other_rope=OtherRope((0, 2), 1000.0))
+PAIRS: dict[str, tuple[ModelConfig | None, dict[str, Any]]] = {
+    "qwen3": (None, {"speculate": "ngram"}),
+    "hybrid": (HYBRID, {"model": "tiny-qwen3.5", "speculate": "mtp", "state_every": 32}),
+    "gemma3": (WINDOWS, {"model": "tiny-llama", "host_blocks": 300, "blocks": 24}),
+}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine]]:
     """One rank, and two."""
-    engines = [build_ranks(size, **SIZES) for size in (1, 2)]
+    dims, settings = PAIRS[request.param]
+    directory, lora = None, None
+    if dims is None:
+        lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), TINY_QWEN3, seed=9)
+    else:
+        tensors = tiny_tensors(dims) | ({} if dims.recurrence is None else shipped_tensors(dims))
+        directory = write_tiny_model(tmp_path_factory.mktemp("model"), dims, tensors=tensors)
+    engines = [build_ranks(size, **SIZES | settings, directory=directory, lora=lora) for size in (1, 2)]
+    for engine in engines:
+        if engine.parts.speculation is not None:
+            forced(engine)
     yield engines[0], engines[1]
     for engine in engines:
         engine.close(timeout_s=20.0)
@@ -128,9 +173,103 @@ def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[
         assert_same(found, right)
 
 
-def test_contexts_larger_than_the_device_are_streamed_on_all_ranks() -> None:
-    plain = build_ranks(1, max_model_len=512)
-    pair = build_ranks(2, blocks=32, host_blocks=128, max_model_len=512, resident_tokens=128)
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_adapters_are_divided_as_the_model_is(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """Loaded, replaced and unloaded while requests run, in steps with other adapters and with none."""
+    dims = pair[0].parts.executor.target.model.config
+    for seed in range(3):
+        write_random_adapter(tmp_path / str(seed), dims, seed, rank=2 + seed)
+    answers = []
+    for engine in pair:
+        store = engine.adapters
+        loaded = [store.load(f"adapter-{seed}", tmp_path / str(seed)).adapter for seed in range(2)]
+        first = store.find("tuned")
+        assert first is not None
+        asked = [
+            submit(engine, prompt(40), adapter=adapter, salt="lora", max_tokens=12, temperature=0.6, seed=1)
+            for adapter in (*loaded, None, loaded[0], first.adapter)
+        ]
+        for _ in range(4):
+            engine.step()
+        store.load("adapter-0", tmp_path / "2")
+        assert store.unload("adapter-1")
+        run_all(engine)
+        replaced = store.load("again", tmp_path / "2").adapter
+        asked.append(generate(engine, prompt(40), adapter=replaced, salt="lora", max_tokens=12))
+        answers.append(asked)
+    for right, found in zip(*answers, strict=True):
+        assert_same(found, right)
+    assert len({tuple(one.tokens) for one in answers[0]}) == 5
+
+
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_an_adapter_that_a_rank_cannot_read_is_refused(
+    pair: tuple[Engine, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the engine goes on."""
+    engine, dims = pair[1], pair[0].parts.executor.target.model.config
+    write_random_adapter(tmp_path / "here", dims, 0)
+    monkeypatch.setattr("penstock.ranks.start.os.path.abspath", lambda path: f"{path}/not there")
+    with pytest.raises(ModelError, match="is no directory"):
+        engine.adapters.load("one", tmp_path / "here")
+    monkeypatch.undo()
+    loaded = engine.adapters.load("one", tmp_path / "here").adapter
+    assert generate(engine, prompt(20), adapter=loaded).tokens
+
+
+def drafts_of(engine: Engine) -> NDArray[np.int64]:
+    """Verified and kept so far."""
+    counts = engine.parts.scheduler.counts
+    return np.array([sum(counts.drafted_by_place), sum(counts.accepted_by_place)])
+
+
+@pytest.mark.parametrize("pair", ["qwen3", "hybrid"], indirect=True)
+def test_drafts_are_those_of_one_rank(pair: tuple[Engine, Engine]) -> None:
+    repeated, before = prompt(12) * 4, [drafts_of(engine) for engine in pair]
+    both(pair, lambda engine: generate(engine, repeated, max_tokens=40, salt="repeats"))
+    right, found = (drafts_of(engine) - first for engine, first in zip(pair, before, strict=True))
+    assert right.tolist() == found.tolist() and right[0] > 0
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [("draft", "rejection"), ("mtp", "coupled")])
+def test_models_and_heads_draft_on_all_ranks(kind: str, sampling: Any, tmp_path: Path) -> None:
+    """In crowds, and after their KV has returned from host memory."""
+    answers, counts = [], []
+    proposer = "draft:tiny-llama" if kind == "draft" else f"mtp:{written_head(tmp_path)}"
+    for size in (1, 2):
+        config = ranks_config(size, **SIZES)
+        engine = build(replace(config, speculation=SpeculationConfig(proposer, 3, sampling)))
+        forced(engine)
+        for _ in range(2):
+            asked = [
+                submit(engine, prompt(40 + i, seed=i), max_tokens=14, temperature=i % 2 * 0.7, seed=i)
+                for i in range(5)
+            ]
+            run_all(engine)
+            settle_all(engine)
+            engine.cache.reset(("device",))
+            answers.append(asked)
+        counts.append(drafts_of(engine).tolist())
+        engine.close(timeout_s=20.0)
+    for asked in answers[1:]:
+        for right, found in zip(answers[0], asked, strict=True):
+            assert_same(found, right)
+    assert counts[0] == counts[1] and counts[0][0] > 40
+
+
+def written_head(directory: Path) -> Path:
+    """For tiny-qwen3, of a part of its vocabulary."""
+    engine = build_ranks(1)
+    vocab = DraftVocab(torch.arange(3, 500, 3), TINY_QWEN3.vocab, "ids")
+    head = write_random_head(directory / "head", engine.parts.executor.target.model, vocab=vocab)
+    engine.close(timeout_s=20.0)
+    return head
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3.5"])
+def test_contexts_larger_than_the_device_are_streamed_on_all_ranks(model: str) -> None:
+    plain = build_ranks(1, model, max_model_len=512)
+    pair = build_ranks(2, model, blocks=32, host_blocks=128, max_model_len=512, resident_tokens=128)
     asked = prompt(400, seed=9), prompt(300, seed=10)
     answers = []
     for engine in (plain, pair):
@@ -138,31 +277,12 @@ def test_contexts_larger_than_the_device_are_streamed_on_all_ranks() -> None:
         run_all(engine)
         answers.append(requests)
     assert pair.stats().host_steps
-    with pytest.raises(InvalidRequest, match="several ranks"):
+    with pytest.raises(InvalidRequest, match="the model"):
         submit(pair, asked[0], residency="scored")
     for engine in (plain, pair):
         engine.close(timeout_s=20.0)
     for right, found in zip(*answers, strict=True):
         assert_same(found, right)
-
-
-def test_experts_are_divided_by_width() -> None:
-    engines = [build_ranks(size, "tiny-qwen3-moe") for size in (1, 2)]
-    right, found = (generate(engine, prompt(50), max_tokens=12) for engine in engines)
-    for engine in engines:
-        engine.close(timeout_s=20.0)
-    assert_same(found, right)
-
-
-def test_drafts_by_prompt_lookup_are_verified_on_all_ranks() -> None:
-    engines = [build_ranks(1), build_ranks(2, speculate="ngram", max_batch=4)]
-    repeated = prompt(12) * 4
-    right, found = (generate(engine, repeated, max_tokens=40) for engine in engines)
-    verified = sum(engines[1].stats().drafted)
-    for engine in engines:
-        engine.close(timeout_s=20.0)
-    assert_same(found, right)
-    assert verified
 
 
 def test_a_disk_serves_any_number_of_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, OffloadConfig, RanksConfig
-from penstock.contract import Adapter, Chunk, Echo, StepPlan
+from penstock.contract import Adapter, Chunk, Echo, Scoring, StateMove, StepPlan
 from penstock.errors import InvariantBroken, RankLost
 from penstock.ranks.wire import (
     CopyOrder,
@@ -25,10 +25,18 @@ from penstock.ranks.wire import (
     step_words,
 )
 
+
+def any_slot(move: StateMove) -> bool:
+    return move != StateMove()
+
+
 ids = st.integers(-8, 2**31 - 1)
 slots = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(lambda found: np.array(found, np.int32))
 counts = st.integers(0, 2**31 - 1)
 echoes = st.builds(Echo, st.lists(ids, max_size=4).map(tuple), st.integers(0, 20))
+moves = st.builds(StateMove, st.none() | counts, st.none() | counts).filter(any_slot)
+digests = st.just("") | st.sampled_from([f"{number:064x}" for number in (1, 2, 1 << 255)])
+SCORED = Scoring(1, 1, 0, np.zeros(0, np.int32), False, 1)
 chunks = st.builds(
     Chunk,
     request_id=st.just(""),
@@ -44,9 +52,9 @@ chunks = st.builds(
     next_token=counts,
     num_left_out=counts,
     room=counts,
-    adapter=st.none(),
+    adapter=st.none() | digests.map(lambda digest: Adapter("", digest)),
     scoring=st.none(),
-    state=st.none(),
+    state=st.none() | moves,
 )
 plans = st.builds(
     StepPlan,
@@ -68,8 +76,8 @@ def test_a_step_arrives_as_it_was_planned(plan: StepPlan) -> None:
 
 
 def test_a_step_that_other_ranks_cannot_run_is_not_announced() -> None:
-    chunk = Chunk("a", 0, 0, (1,), np.zeros(1, np.int32), True, 1, adapter=Adapter("name", "digest"))
-    with pytest.raises(InvariantBroken, match="adapter"):
+    chunk = Chunk("a", 0, 0, (1,), np.zeros(1, np.int32), True, 1, scoring=SCORED)
+    with pytest.raises(InvariantBroken, match="scoring"):
         step_words(StepPlan(1, (chunk,), 0))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.contract import Access, Mode, StepPlan
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import Shape, StepInputs
-from penstock.engine.execution.draws import DrawKind, RowDraws
+from penstock.engine.execution.draws import DrawKind, Draws
 from penstock.engine.execution.forward import BoundKv, Flow
 from penstock.engine.execution.masks import Masks
 from penstock.engine.execution.passes import (
@@ -151,7 +151,7 @@ class ModelGuesser:
 class Drafts:
     """Makes drafts on the device, and writes them to `pending` [rows, 1 + most], after the last tokens."""
 
-    def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
+    def __init__(self, guesser: Guesser, draws: Draws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
         self.guesser = guesser
         self.pending = pending

@@ -10,6 +10,7 @@ penalties and biases.
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +34,20 @@ class DrawKind(enum.IntEnum):
     FILTERED = 2  # drawn, and some requests have a top-k or top-p
 
 
+class Draws(Protocol):
+    """How drafts are chosen."""
+
+    def load(self, words: NDArray[np.int32]) -> None:
+        """Load all rows from `Rows.draw_words`; an op of the lane."""
+
+    def choose(
+        self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind
+    ) -> Tensor:
+        """int64 [G]: the column of `logits` [G, draft vocab] that is the draft of each request. `target_ids`
+        [draft vocab]: the target's token of each column; None: they are equal. `positions` int32 [G]: of the
+        tokens before the drafts."""
+
+
 class RowDraws:
     """Temperature, filters and seed of the request in each row; all start as greedy."""
 
@@ -45,7 +60,6 @@ class RowDraws:
         self._vocab, self._uploads = vocab, uploads
 
     def load(self, words: NDArray[np.int32]) -> None:
-        """Load all rows from `Rows.draw_words`; an op of the lane."""
         sent = self._uploads.send(words.ravel()).view(words.shape)
         self._floats.copy_(sent[:3].to(torch.int32).view(torch.float32))
         self._top_k.copy_(sent[3])
@@ -54,9 +68,6 @@ class RowDraws:
     def choose(
         self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind
     ) -> Tensor:
-        """int64 [G]: the column of `logits` [G, draft vocab] that is the draft of each request. `target_ids`
-        [draft vocab]: the target's token of each column; None: they are equal. `positions` int32 [G]: of the
-        tokens before the drafts."""
         if choice is DrawKind.LIKELIEST:
             return logits.argmax(dim=-1)
         temperature, top_p, min_p = self._floats[:, rows.long(), None]

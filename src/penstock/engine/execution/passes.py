@@ -159,7 +159,6 @@ class Pass:
     """Part of every step. Methods that a pass does not need do nothing."""
 
     is_late = False  # True: its ops come with the sampling, which may have to wait for masks
-    runs_adapters = True
     attentions: Sequence[Attention] = ()  # to be warmed
 
     def begin(self, plan: StepPlan, ops: StepOps) -> None:

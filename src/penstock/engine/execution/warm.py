@@ -70,8 +70,6 @@ def run_all(executor: Executor, slot: int, max_tokens: int, progress: Report) ->
     for attention in dict.fromkeys(attention for one in executor.passes for attention in one.attentions):
         attention.warm(sizes.prefill_chunk, max_tokens, progress)
     kinds = all_kinds(sizes, executor.target.replays.buckets) if on_cuda else few_kinds(sizes)
-    if not all(one.runs_adapters for one in executor.passes):
-        kinds = [kind for kind in kinds if kind.adapter is None]
     drafted = list[StepPlan]()
     if limits.num_ahead:
         drafted = drafted_plans(sizes, slot, limits.block_tokens, limits.num_ahead, on_cuda)
