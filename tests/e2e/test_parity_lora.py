@@ -27,7 +27,7 @@ PROMPTS = [
 ]
 TOLERANCE = 1e-4  # relative to the largest logit
 RANK, ALPHA = 8, 12
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 
 
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:

@@ -26,11 +26,11 @@ from tests.support.forced import forced
 PROSE = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()
 CODE = "def add(a, b):\n    total = a + b\n"
 ASKED = (
-    *(f"Repeat this text: {PROSE[at : at + 32]}" for at in range(0, 2400, 450)),
-    *(f"Summarise: {PROSE[at : at + 36]}" for at in range(100, 2900, 700)),
+    *(f"Repeat this text: {PROSE[at : at + 32]}" for at in range(0, 2400, 900)),
+    *(f"Summarise: {PROSE[at : at + 36]}" for at in range(100, 2900, 1400)),
     *(f"What is {topic}?" for topic in ("gravity", "a prime number", "jazz")),
-    *(f"Rename {name} in this code:\n\n{CODE}" for name in ("total", "a")),
-    *(f"Count from {n} to {n + 9}." for n in (1, 5)),
+    f"Rename total in this code:\n\n{CODE}",
+    "Count from 1 to 10.",
 )
 TOKENS = 8
 
@@ -75,7 +75,7 @@ def test_greedy_answers_are_those_of_plain_decoding(proposer: str) -> None:
     assert answers(engine) == right
     stats = engine.stats()
     if proposer.startswith("draft"):  # it is the target: what is not kept lies behind the end of an answer
-        assert sum(stats.accepted) > 60 and sum(stats.accepted) > 0.95 * sum(stats.drafted)
+        assert sum(stats.accepted) > 40 and sum(stats.accepted) > 0.95 * sum(stats.drafted)
     else:
         assert sum(stats.accepted) > (5 if proposer == "ngram" else 15) and sum(stats.drafted) > sum(
             stats.accepted
