@@ -243,7 +243,7 @@ def test_seats_are_the_servers_and_a_refusal_is_exact(two: Running) -> None:
         for front in (one, other, one):
             connection = two.connect(front)
             stack.callback(connection.close)
-            held.append((connection, begin(connection, max_tokens=400)))
+            held.append((connection, begin(connection, max_tokens=1800)))
         for front in (one, other):
             connection = two.connect(front)
             stack.callback(connection.close)
