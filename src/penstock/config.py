@@ -334,8 +334,9 @@ class OffloadConfig(Settings):
     )
     states_gib: float | None = setting(
         None,
-        "GiB of host memory for states that prefixes of models with recurrent layers need (unset: 2, or an "
-        "eighth of what is free)",
+        "GiB of host memory for states that prefixes of models with recurrent layers need (unset: room "
+        "for one per 8192 tokens of KV on the device and in host memory, at least 2, at most an eighth of "
+        "what is free)",
         name="kv_offload_states_gib",
         rule="positive",
         needs="enabled",

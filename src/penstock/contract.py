@@ -1090,9 +1090,11 @@ class StateLedger(Protocol):
         """A slot for a state of this boundary; None: its key is not known yet. Returns None if there is one
         already, or no room."""
 
-    def publish(self, handle: SlotHandle, key: bytes, depth: int, fence: Fence | None) -> None:
+    def publish(
+        self, handle: SlotHandle, key: bytes, depth: int, fence: Fence | None, is_shared: bool = True
+    ) -> None:
         """The step that wrote the slot is over; `fence` follows it. Ends the handle. From now on the state is
-        found."""
+        found. Not `is_shared`: the key is of a closed scope, and no cold tier gets the state."""
 
 
 class SlotHandle(Protocol):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,27 @@ from penstock.config import (
     DeviceName,
     EngineConfig,
     KvConfig,
+    LoraConfig,
     ModelSource,
     OffloadConfig,
     WeightsName,
 )
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
-from penstock.errors import ModelError
+from penstock.errors import ConfigError, ModelError
 from penstock.models.loader import read_config
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.e2e.test_parity_families import (
     DECODED,
     IDS,
     TOTAL,
+    assert_parity,
     largest_error,
     save,
     their_logprobs,
     their_model,
 )
+from tests.support.adapters import ALL_MODULES, ATTENTION, adapter_tensors, merged_into, write_adapter
 from tests.support.driving import Collected, run_all, settle_all, submit
 
 TOLERANCE = 1e-4  # of a log-probability, absolute
@@ -87,7 +91,11 @@ def reference_of(family: str) -> Any:
 
 @contextlib.contextmanager
 def served(
-    directory: Path, chunk: int = 48, weights: WeightsName = "float32", device: DeviceName = "cpu"
+    directory: Path,
+    chunk: int = 48,
+    weights: WeightsName = "float32",
+    device: DeviceName = "cpu",
+    lora: Path | None = None,
 ) -> Iterator[Engine]:
     config = Config(
         source=ModelSource(
@@ -96,6 +104,7 @@ def served(
         kv=KvConfig(device_blocks=64),
         engine=EngineConfig(TOTAL, max_batch=4, prefill_chunk=chunk),
         offload=OffloadConfig(host_gib=(1 << 26) / GIB, load_always=True),
+        lora=LoraConfig(() if lora is None else (("tuned", str(lora)),)),
     )
     engine, sanitizer = build_sanitized(config)
     try:
@@ -144,6 +153,51 @@ def test_a_prompt_in_any_chunks_gives_the_same(chunk: int, tmp_path: Path) -> No
         found = scored(engine, IDS[:PROMPT])
         run_all(engine)
     assert error_of(reference, IDS[:PROMPT], found) < TOLERANCE
+
+
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3-next with dense layers", "qwen3.5", "qwen3.5 of other sizes", "qwen3.5-moe"]
+)
+def test_an_adapter_on_a_hybrid_model_computes_what_transformers_computes_with_merged_weights(
+    family: str, tmp_path: Path
+) -> None:
+    """On projections of both kinds of layers, and on MLPs, by names of a model that also takes images."""
+    reference = reference_of(family)
+    directory = save(reference, tmp_path / "model")
+    tensors = adapter_tensors(read_config(directory), seed=1, modules=(*ALL_MODULES, *LINEAR))
+    adapted = {name.split(".")[-3] for name in tensors}
+    assert len(adapted & {*LINEAR}) == (3 if "next" in family else 5) and {*ATTENTION} <= adapted
+    before = their_logprobs(reference, IDS[:TOTAL])
+    files = tensors
+    if "next" not in family:
+        files = {
+            name.replace("model.layers.", "model.language_model.layers."): tensors[name] for name in tensors
+        }
+    with (
+        served(directory, lora=write_adapter(tmp_path / "adapter", files)) as engine,
+        merged_into(reference, tensors, scale=2.0),
+    ):
+        assert float((their_logprobs(reference, IDS[:TOTAL]) - before).abs().max()) > 100 * TOLERANCE
+        loaded = engine.adapters.find("tuned")
+        assert loaded is not None
+        assert_parity(engine, reference, loaded.adapter, TOLERANCE)
+
+
+def test_an_adapter_on_a_shared_expert_or_on_the_vision_part_is_refused_by_name(tmp_path: Path) -> None:
+    directory = save(reference_of("qwen3.5-moe"), tmp_path / "model")
+    tensors = adapter_tensors(read_config(directory), seed=1, modules=("q_proj",))
+    for module, rows in (
+        ("model.layers.0.mlp.shared_expert.up_proj", 40),
+        ("model.visual.blocks.0.attn.qkv", 96),
+    ):
+        more = {"lora_A": torch.zeros(4, 64), "lora_B": torch.zeros(rows, 4)}
+        own = {f"base_model.model.{module}.{which}.weight": tensor for which, tensor in more.items()}
+        adapter = write_adapter(tmp_path / "adapter", {**tensors, **own})
+        with pytest.raises(ConfigError, match=re.escape(module)), served(directory, lora=adapter):
+            pass
 
 
 # --------------------------------------------------------------------------- files of models that take images

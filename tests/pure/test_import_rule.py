@@ -39,7 +39,7 @@ LAYERS = (
     (
         "penstock.kv.cache + penstock.kv.ledger + penstock.kv.table + penstock.kv.build + "
         "penstock.kv.questions + penstock.kv.rules + penstock.kv.snapshots + penstock.kv.events + "
-        "penstock.kv.states",
+        "penstock.kv.state_events + penstock.kv.states",
         "penstock.sanitizer",
         "penstock.trace",
     ),

@@ -133,7 +133,10 @@ def submit(
 
 def wait_scanned(engine: Engine) -> None:
     """All that an earlier process has left on disk can be found."""
-    assert engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(60.0)  # type: ignore[attr-defined]
+    stores: list[Any] = [engine.cache.cold_tiers["ssd"].calls.store]
+    if engine.cache.states is not None:
+        stores.append(engine.cache.states.cold.tiers["ssd states"].calls.store.wrapped)  # type: ignore[attr-defined]
+    assert all(store.wait_scanned(60.0) for store in stores)
 
 
 def run_all(engine: Engine, max_steps: int = 10_000) -> int:

@@ -428,8 +428,6 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     )
     if setup.ranks.size > 1:
         residency = replace(residency, division=None, refusal="the model is on several ranks")
-    if dims.recurrence is not None:
-        residency = replace(residency, division=None, refusal="the model has recurrent layers")
     division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,

@@ -22,6 +22,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.events import TOKEN_BYTES, KvEvents, KvReports
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, StateLayout, free_bytes
 from penstock.kv.rules import PrefixRule, rule_for
+from penstock.kv.state_events import KvEventsUpToStates, StateReports
 from penstock.kv.states import KEPT_STATES, ColdStates, KeptStates, states_in
 from penstock.kv.tiers.cold import COLD_LANES, ColdLimits, ColdTier, cpu_lanes
 from penstock.kv.tiers.host import HostTier
@@ -39,7 +40,8 @@ from penstock.observe import Observers, PoolObserver, all_of
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
-_STATES_GIB = 2.0
+_STATES_GIB = 2.0  # or more, if more KV is cached
+_TOKENS_PER_STATE = 8192  # docs/decisions/0051
 _STATES_FREE_SHARE = 0.125
 _MOST_STATES = 1 << 14  # of a tiny model
 _LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
@@ -122,7 +124,8 @@ def open_cache(
     checks = None
     if guard is not None and (contents := all_of(observers.contents)) is not None:
         checks = ByteChecks(guard, contents, (0, layout.num_layers), host_arena.name, arena.name)
-    state_arena = _state_arena(config, group, device)
+    num_cached = (num_blocks + host_arena.num_slots) * layout.block_tokens
+    state_arena = _state_arena(config, group, device, num_cached)
     # may raise; before anything runs
     stored = replace(group, layout=moves.stored or layout)
     stores, state_stores = _open_both(config, scope, stored, reports)
@@ -131,7 +134,7 @@ def open_cache(
     parts = [moves.through(one, host_arena) for one in stores]
     cold = [open_cold(one, host_arena, _limits_of(one, host_arena, config), observers) for one in parts]
     tiers = Tiers.of(pool, host, cold, movers, layout, _limits(config, at))
-    events = None if reports is None else _open_events(reports, layout.block_tokens, stores)
+    events = None if reports is None else _open_events(reports, group, stores)
     states = None
     if state_arena is not None:
         states = _open_states(config, state_stores, state_arena, tiers.loads.costs, observers)
@@ -139,10 +142,10 @@ def open_cache(
     return Opened(cache, arena, guard, host_arena, state_arena)
 
 
-def _state_arena(config: Config, group: KvGroup, device: torch.device) -> HostArena | None:
+def _state_arena(config: Config, group: KvGroup, device: torch.device, num_cached: int) -> HostArena | None:
     if group.states is None:
         return None
-    return HostArena(group.states, num_states(config, group.states), device, KEPT_STATES)
+    return HostArena(group.states, num_states(config, group.states, num_cached), device, KEPT_STATES)
 
 
 def _limits_of(store: BlockStore, arena: HostArena, config: Config) -> ColdLimits:
@@ -166,17 +169,19 @@ def _open_states(
     return KeptStates(pool, ColdStates(host, cold, costs.limits, costs))
 
 
-def _open_events(reports: KvReports, block_tokens: int, stores: Sequence[BlockStore]) -> KvEvents:
+def _open_events(reports: KvReports, group: KvGroup, stores: Sequence[BlockStore]) -> KvEvents:
     disk = next((store for store in stores if isinstance(store, SsdStore)), None)
-    kept = None if disk is None else TokenFile(disk, block_tokens * TOKEN_BYTES)
-    return KvEvents(reports, block_tokens, kept)
+    kept = None if disk is None else TokenFile(disk, group.layout.block_tokens * TOKEN_BYTES)
+    made = KvEvents if group.states is None else KvEventsUpToStates
+    return made(reports, group.layout.block_tokens, kept)
 
 
-def num_states(config: Config, layout: StateLayout) -> int:
-    """Slots of host memory for kept states."""
+def num_states(config: Config, layout: StateLayout, num_cached: int) -> int:
+    """Slots of host memory for kept states. `num_cached`: tokens of which device and host memory have KV."""
     gib = config.offload.states_gib
     if gib is None:
-        gib = min(_STATES_GIB, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
+        gib = max(_STATES_GIB, num_cached // _TOKENS_PER_STATE * layout.block_bytes / GIB)
+        gib = min(gib, free_bytes(torch.device("cpu")) / GIB * _STATES_FREE_SHARE)
     num = int(gib * GIB) // layout.block_bytes
     if num < 1:
         size = f"{layout.block_bytes / (1 << 20):.1f} MiB"
@@ -252,23 +257,24 @@ def make_movers(
 
 
 def _open_both(
-    config: Config, scope: Scope, group: KvGroup, observer: PoolObserver | None
+    config: Config, scope: Scope, group: KvGroup, reports: KvReports | None
 ) -> tuple[Sequence[BlockStore], Sequence[BlockStore]]:
     """The stores of blocks, and those of states, if there are any: a space of its own in each store, with
     1 / `_STATES_SHARE` of the disk."""
     digest, disk, states = scope.digest(), config.offload, group.states
     if states is None:
         space = Space(digest, group.layout.block_bytes)
-        return _open_stores(config, space, disk.ssd_dir, disk.ssd_gib, observer), ()
+        return _open_stores(config, space, disk.ssd_dir, disk.ssd_gib, reports), ()
     of_states = blake2b(states.fingerprint, key=digest, digest_size=SCOPE_BYTES).digest()
     state_gib = disk.ssd_gib / _STATES_SHARE
     folder = None if disk.ssd_dir is None else str(Path(disk.ssd_dir) / STATES_FOLDER)
     with contextlib.ExitStack() as undo:
         spaces = Space(digest, group.layout.block_bytes), Space(of_states, states.block_bytes)
-        blocks = _open_stores(config, spaces[0], disk.ssd_dir, disk.ssd_gib - state_gib, observer)
+        blocks = _open_stores(config, spaces[0], disk.ssd_dir, disk.ssd_gib - state_gib, reports)
         for store in blocks:
             undo.callback(store.close)
-        found = blocks, _open_stores(config, spaces[1], folder, state_gib, None)
+        state_reports = None if reports is None else StateReports(reports)
+        found = blocks, _open_stores(config, spaces[1], folder, state_gib, state_reports)
         undo.pop_all()
     return found
 

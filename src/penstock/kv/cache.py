@@ -286,7 +286,7 @@ class KvCache(Ledger):
         """Forget these blocks in device and host memory, except blocks that a table holds. Also forget what
         scored requests kept after them. Returns the number of copies. Blocks that a lease or transfer reads
         stay until it ends."""
-        num_closed = self.writeback.end_unshared(self._tables.take_kept(keys))
+        num_closed = self._tables.forget_unshared(self._tables.take_kept(keys))
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         holds = self._pool.book.holds
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not holds[slot]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.contract import Fence
@@ -188,7 +188,7 @@ class KvEvents:
 
     def take(self, most: int = MOST_WAITING) -> list[Event]:
         """What has changed since the last call, up to so many changes."""
-        found, num_named = _Merged(), self._num_named
+        found, num_named = Merged(), self._num_named
         # before the queue, which has all blocks of a scan that is over
         scanned = None if self._disk is None else self._disk.file.scanned
         if self.reports.is_behind:
@@ -222,7 +222,7 @@ class KvEvents:
     def figures(self) -> KvEventFigures:
         return KvEventFigures(dict(self._num_made), self.reports.num_dropped)
 
-    def _note(self, change: Told | Change | str, found: _Merged) -> None:
+    def _note(self, change: Told | Change | str, found: Merged) -> None:
         if isinstance(change, Change):
             here = self._here[change.tier]
             if change.is_here and change.key not in here:
@@ -234,11 +234,11 @@ class KvEvents:
         elif isinstance(change, Told):
             self._learn(change, found)
         else:
-            for key in self._here.get(change, ()):
+            gone, self._here[change] = self._here.get(change, set()), set()
+            for key in gone:
                 self._unsay(change, key, found)
-            self._here[change] = set()
 
-    def _learn(self, told: Told, found: _Merged) -> None:
+    def _learn(self, told: Told, found: Merged) -> None:
         """Of blocks that are in a tier already, an earlier process may have computed some."""
         parent, size = told.parent, self._block_bytes
         for place, key in enumerate(told.keys):
@@ -250,7 +250,7 @@ class KvEvents:
                         self._say(tier, key, found)
             parent = key
 
-    def _say(self, tier: str, key: bytes, found: _Merged) -> None:
+    def _say(self, tier: str, key: bytes, found: Merged) -> None:
         content = self._contents.get(key)
         if content is not None:
             self._num_named += 1
@@ -258,12 +258,12 @@ class KvEvents:
             if self._disk is not None and tier == DISK and not content.adapter:
                 self._disk.new.append(TokenRecord(key, content.parent, content.tokens))
 
-    def _unsay(self, tier: str, key: bytes, found: _Merged) -> None:
+    def _unsay(self, tier: str, key: bytes, found: Merged) -> None:
         if key in self._contents:
             self._num_named -= 1
             found.remove(tier, key)
 
-    def _look_at(self, disk: _OnDisk, scanned: Directory | None, found: _Merged) -> None:
+    def _look_at(self, disk: _OnDisk, scanned: Directory | None, found: Merged) -> None:
         """Write down what is new on disk. The file is read, and written anew, only while all blocks of the
         directory `scanned` are known."""
         if scanned is None:
@@ -281,7 +281,7 @@ class KvEvents:
         if is_complete and disk.file.has_too_many(len(here)):
             disk.file.write_anew(self._records(here))
 
-    def _read(self, disk: _OnDisk, here: set[bytes], found: _Merged) -> None:
+    def _read(self, disk: _OnDisk, here: set[bytes], found: Merged) -> None:
         """Tell of the blocks that an earlier process wrote. What the file lacks is new."""
         written: set[bytes] = set()
         new: set[bytes] = set()
@@ -301,18 +301,21 @@ class KvEvents:
         some = ((key, self._contents[key]) for key in keys if key in self._contents)
         return (TokenRecord(key, one.parent, one.tokens) for key, one in some if not one.adapter)
 
-    def _catch_up(self, found: _Merged) -> None:
+    def _catch_up(self, found: Merged) -> None:
         """Begin anew from what is in the pools now. Changes that are queued meanwhile may be noted twice,
         which does no harm."""
         self.reports.is_behind = False
         for _ in range(len(self.reports.queue)):
             if isinstance(change := self.reports.take(), Told):
-                self._learn(change, _Merged())
-        self._here = self.reports.here()
+                self._learn(change, Merged())
+        self._begin(self.reports.here())
         found.events, self._num_named = [Cleared()], 0
         for tier in self._here:
             for key in self._parents_first(self._here[tier]):
                 self._say(tier, key, found)
+
+    def _begin(self, here: Mapping[str, set[bytes]]) -> None:
+        self._here = dict(here)
 
     def _parents_first(self, keys: Iterable[bytes]) -> Iterator[bytes]:
         """Those of `keys` that may be named: a router may ignore a block whose parent it does not know."""
@@ -345,7 +348,7 @@ class _OnDisk:
         self.new: list[TokenRecord] = []
 
 
-class _Merged:
+class Merged:
     """Events in order, neighbours made one."""
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ class Ledger:
         return self._tables.add(hold, prefix, num_blocks or num_paged or 0, num_paged is not None, pin)
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
-        self.writeback.end_unshared(keys)
+        self._tables.forget_unshared(keys)
         self._tables.unname(keys)
 
 

@@ -341,9 +341,13 @@ class KeptStates:
         self.num_skipped += reservation is None
         return reservation
 
-    def publish(self, handle: SlotHandle, key: bytes, depth: int, fence: Fence | None) -> None:
+    def publish(
+        self, handle: SlotHandle, key: bytes, depth: int, fence: Fence | None, is_shared: bool = True
+    ) -> None:
         assert isinstance(handle, Reservation)
         is_new = not self.has(key)
+        if not is_shared:
+            self.cold.writeback.begin_unshared((key,))
         self.cold.host.land(Taken([0], [key], [depth], handle), fence=fence)
         if is_new:
             self.cold.writeback.landed((key,))
@@ -352,6 +356,11 @@ class KeptStates:
         """Counts by tier; for any thread."""
         cold = {name: tier.usage().as_dict() for name, tier in self.cold.tiers.items()}
         return {STATES: self.pool.counts._asdict(), **cold}
+
+    def forget_unshared(self, keys: Sequence[bytes]) -> None:
+        """Those of these boundaries, whose keys are of closed scopes."""
+        self.cold.writeback.end_unshared(keys)
+        self.cold.writeback.unwanted.clear()  # states are never on their way to host memory
 
     def forget(self) -> int:
         """All that no request uses; returns how many."""

@@ -93,6 +93,13 @@ class OpenTables:
         names = [name for name, kept in self.kept.items() if name in gone or kept.root in gone]
         return [key for name in names for key in self.kept.pop(name).keys]
 
+    def forget_unshared(self, keys: Sequence[bytes]) -> int:
+        """Forget what has these keys of closed scopes. Returns how many blocks are forgotten now; the others
+        are forgotten when they land."""
+        if (states := self.rule.states) is not None:
+            states.forget_unshared(keys)
+        return self.writeback.end_unshared(keys)
+
     def give_way(self, num_blocks: int) -> None:
         """Evict up to `num_blocks` blocks from host memory that tables hold on the device. They are saved
         again when they leave the device."""
@@ -438,4 +445,4 @@ class BlockTable:
         there."""
         first = max(self.num_shared, self.num_paged)
         self._tables.pool.forget(self.hold.first(max(first, self.num_keyed))[first:].tolist())
-        self._tables.writeback.end_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])
+        self._tables.forget_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])

@@ -31,7 +31,6 @@ from penstock.models.architecture import EMBED, HEAD, WeightSpec
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields, Json, is_number
 from penstock.models.hashed_file import DIGEST_BYTES
-from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import ModelConfig, Split
 from penstock.models.registry import architecture_of, layout
@@ -117,7 +116,7 @@ def read_adapter(directory: Path, model: Decoder, whole: ModelConfig | None = No
     if outer := [name for name in (HEAD, EMBED) if config.targets(name)]:
         refused = f"adapting {listed(outer)} is not supported"
         raise ModelError(f"{config_file}: {refused}, only the linear modules inside layers")
-    tensors, _ = read_tensors(tensors_file)
+    tensors = _named_as_text(read_tensors(tensors_file)[0], model.config)
     if experts := [name for name in tensors if _EXPERT.search(name)]:
         named = listed([name.removeprefix(PREFIX) for name in experts])
         raise ModelError(f"{tensors_file}: adapting experts and routers is not supported: {named}")
@@ -142,6 +141,18 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
     except OSError as error:  # no permission, or a name that no file can have
         raise ModelError(f"{directory} cannot be read: {error.strerror or error}") from error
     return directory / CONFIG_FILE, directory / TENSORS_FILE
+
+
+def _named_as_text(tensors: Mapping[str, Tensor], config: ModelConfig) -> Mapping[str, Tensor]:
+    """An adapter that was trained on a model that also takes images has other names."""
+    found: dict[str, Tensor] = {}
+    for full, tensor in tensors.items():
+        name = full.removeprefix(PREFIX)
+        own = full if name == full else PREFIX + architecture_of(config).text_name(name)
+        if own in found:
+            raise ModelError(f"the adapter has {own} twice, the second time as {full}")
+        found[own] = tensor
+    return found
 
 
 def _stacks(config: ModelConfig, split: Split) -> list[tuple[WeightSpec, list[_Module]]]:
@@ -175,17 +186,37 @@ def blank_weights(
             if _is_adaptable(weight):
                 modules = list(_modules(weight, config, Split()))
                 parts = [(module, blank(module.num_out, rank)) for module in modules]
-                layers[-1][weight.name] = _stacked(blank(rank * len(modules), weight.shape[1]), parts)
+                a, order = blank(rank * len(modules), weight.shape[1]), _row_order(config, index, weight.name)
+                layers[-1][weight.name] = _stacked(a, parts, order)
     return AdapterWeights(tuple(layers))
 
 
-def _stacked(a: Tensor, parts: Iterable[tuple[_Module, Tensor]]) -> LoraWeight:
-    """`a`: the A matrices of all modules; `parts`: each module with its B."""
+def _row_order(config: ModelConfig, layer: int, name: str) -> Tensor | None:
+    """Of this weight, where the model's is not that of files."""
+    return architecture_of(config).layer_kind(config, layer).row_orders(config).get(name)
+
+
+def _stacked(a: Tensor, parts: Iterable[tuple[_Module, Tensor]], order: Tensor | None) -> LoraWeight:
+    """On the device of `a`, the A matrices of all modules; `parts`: each module with its B."""
     made: list[LoraPart] = []
     for module, b in parts:
         first = made[-1].ranks.stop if made else 0
-        made.append(LoraPart(module.rows, slice(first, first + b.shape[1]), b))
+        ranks = slice(first, first + b.shape[1])
+        made += [LoraPart(columns, ranks, b[rows].to(a.device)) for columns, rows in _places(module, order)]
     return LoraWeight(a, tuple(made))
+
+
+def _places(module: _Module, order: Tensor | None) -> Iterator[tuple[slice, slice | Tensor]]:
+    """Where the rows of `module` are in a stack with its rows in this order: runs of them, and which of its
+    own rows each has."""
+    if order is None:
+        yield module.rows, slice(None)
+        return
+    places = torch.nonzero((order >= module.rows.start) & (order < module.rows.stop)).flatten()
+    ends = [*(torch.nonzero(places.diff() > 1).flatten() + 1).tolist(), len(places)]
+    for first, end in zip([0, *ends], ends, strict=False):
+        run = places[first:end]
+        yield slice(int(run[0]), int(run[-1]) + 1), order[run] - module.rows.start
 
 
 def _check(
@@ -238,14 +269,10 @@ def _weights(
     """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
     the copy to the device, which is over when it returns: nothing is left for other lanes to wait for."""
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
-    order = row_order(model.config)
 
-    def scaled(module: _Module, is_reordered: bool) -> Tensor:
+    def scaled(module: _Module) -> Tensor:
         b = _finite((tensors[module.b].float() * config.scale_of(module.name)).to(model.dtype), [module])
-        b = b if module.cut is None else Cut(module.cut.rows).of(b)
-        if order is not None and is_reordered:
-            b = b[order[module.rows] - module.rows.start]  # within each head, hence within the module
-        return b.to(model.device)
+        return b if module.cut is None else Cut(module.cut.rows).of(b)
 
     for weight, modules in stacks:
         _, layer, name = weight.name.split(".")
@@ -254,8 +281,8 @@ def _weights(
             a, cut = _finite(a, adapted), adapted[0].cut
             if cut is not None and cut.columns is not None:
                 a = cut._replace(rows=(Section(0, len(a), len(a)),)).of(a)
-            parts = ((module, scaled(module, name == "qkv")) for module in adapted)
-            layers[int(layer)][name] = _stacked(a.to(model.device), parts)
+            parts, order = [(one, scaled(one)) for one in adapted], _row_order(model.config, int(layer), name)
+            layers[int(layer)][name] = _stacked(a.to(model.device), parts, order)
     return AdapterWeights(tuple(layers))
 
 

@@ -156,6 +156,11 @@ class Architecture:
         """The tensors of files by the names of `layout`, without those that are not for this model."""
         return stored
 
+    def text_name(self, name: str) -> str:
+        """Of a tensor of the text part, in files of a model that also takes images: as a model of text alone
+        has it."""
+        return name
+
     def unread(self, names: Iterable[str]) -> Iterator[str]:
         """What `laid_out` leaves out of tensors with these names, in words."""
         return iter(())

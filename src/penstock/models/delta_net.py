@@ -109,6 +109,8 @@ class DeltaLayer(RoutedLayer):
         rows, dims = self._linear("qkv", x, lora), self.dims
         qkv, z = rows.split_with_sizes((dims.qkv_width, dims.out_width), dim=1)
         gates = self.ops.linear(x, self.gates)
+        if lora is not None:
+            lora.add(self.index, "gates", x, gates)
         decay, beta = self.ops.delta_gates(gates, self.rate, self.dt_bias)
         found = kv.advance(self.index, qkv, self.conv, decay, beta)
         return self.finish(self.ops.gated_norm(found, z, self.state_norm, self.eps), residual, lora)
@@ -186,11 +188,14 @@ class HybridArchitecture(RoutedArchitecture):
                 tensor.add_(1.0)
         return super().model(config, weights, ops, digest)
 
+    def text_name(self, name: str) -> str:
+        return name.replace("model.language_model.", "model.", 1)
+
     def laid_out(self, stored: Mapping[str, S]) -> Mapping[str, S]:
         """The text part has the names of a model of text alone, and experts in one tensor are taken apart."""
         found: dict[str, S] = {}
         for full, tensor in stored.items():
-            name = full.replace("model.language_model.", "model.", 1)
+            name = self.text_name(full)
             if name.startswith(tuple(_NOT_READ)):
                 continue
             parts = _expert_tensors(name, tensor)

@@ -123,14 +123,17 @@ class Gemma3(Architecture):
                 tensor.add_(1.0)
         return ScaledDecoder(config, weights, ops, digest)
 
+    def text_name(self, name: str) -> str:
+        start = next((start for start in _TEXT_PARTS if name.startswith(start)), "")
+        return _TEXT_PARTS.get(start, "") + name.removeprefix(start)
+
     def laid_out(self, stored: Mapping[str, S]) -> Mapping[str, S]:
         """The text part has the names of a model of text alone."""
         found: dict[str, S] = {}
         for full, tensor in stored.items():
             if full.startswith(_NOT_READ):
                 continue
-            start = next((start for start in _TEXT_PARTS if full.startswith(start)), "")
-            name = _TEXT_PARTS.get(start, "") + full.removeprefix(start)
+            name = self.text_name(full)
             if name in found:
                 raise ModelError(f"the weights have {name} twice, the second time as {full}")
             found[name] = tensor

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
-from penstock.contract import Adapter, FinishReason, SamplingParams, Submission, TokenEvent
+from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, Submission, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.models.model import ModelConfig
+from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import (
     TINY_LLAMA,
@@ -25,7 +26,7 @@ from penstock.testing.tiny_models import (
     write_tiny_model,
 )
 from tests.support.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
-from tests.support.driving import generate, run_all, submit
+from tests.support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -69,7 +70,12 @@ def check_nothing_held(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    [("tiny-qwen3", TINY_QWEN3), ("tiny-llama", TINY_LLAMA), ("tiny-qwen3-moe", TINY_QWEN3_MOE)],
+    [
+        ("tiny-qwen3", TINY_QWEN3),
+        ("tiny-llama", TINY_LLAMA),
+        ("tiny-qwen3-moe", TINY_QWEN3_MOE),
+        ("tiny-qwen3.5", TINY_QWEN3_5),
+    ],
 )
 def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
     make_engine: MakeEngine,
@@ -105,6 +111,21 @@ def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
         "an adapter that changes nothing proves nothing"
     )
     check_nothing_held(together)
+
+
+def test_each_content_begins_with_states_of_its_own(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
+    engine = make_engine("tiny-qwen3.5", host_blocks=128, states_gib=0.001)
+    contents = [None, *(load(engine, name, seed, TINY_QWEN3_5) for seed, name in enumerate(("one", "two")))]
+    prompt, found = prompts(100), {}
+    for turn in range(2):
+        for content in contents:
+            answer = generate(engine, prompt, adapter=content, max_tokens=20)
+            settle_all(engine)
+            assert answer.source == KvSource(device=96 * turn, computed=100 - 96 * turn)
+            assert found.setdefault(content, answer.tokens) == answer.tokens
+    assert len({tuple(tokens) for tokens in found.values()}) == 3
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from penstock.contract import (
     FinishReason,
     TokenLogprob,
 )
-from penstock.engine import build
+from penstock.engine import sizing
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampling import SamplePass
@@ -96,7 +96,7 @@ def test_only_tokens_that_were_generated_count_towards_penalties(
     """A chunk that is not a prompt's last is sampled as well where its step is padded to a captured shape,
     into nobody's row."""
     eager = make_engine(capture=False, prefix_cache=False)
-    monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
+    monkeypatch.setattr(sizing, "buckets_for", lambda *_: cuda_buckets(32, 64))
     padded = make_engine(max_batch=32, prefix_cache=False)
     asked: dict[str, Any] = {"max_tokens": 12, "frequency_penalty": 1.5, "temperature": 0.7, "seed": 2}
     for _ in range(2):

@@ -14,7 +14,6 @@ import pytest
 
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, InvalidRequest
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.engine.test_kept_states import all_at_rest, assert_right, expected
 from tests.cpu.engine.test_speculation import PLANS, Script, answered
@@ -141,10 +140,3 @@ def test_drafts_over_a_paged_out_sequence_leave_no_trace_in_its_state(
         asked = [[*prompt, *one.tokens, 7] for prompt, one in zip(asked, found, strict=True)]
     assert any(num > kept for num, kept in script.seen) and engine.stats().host_steps > 0
     all_at_rest(engine)
-
-
-def test_scored_residency_is_refused(start: Start, prompts: Prompts) -> None:
-    with pytest.raises(ConfigError, match="--kv-residency is not supported with a model that has recurrent"):
-        start(residency="scored")
-    with pytest.raises(InvalidRequest, match="the model has recurrent layers"):
-        submit(start(), prompts(500), residency="scored")

@@ -15,7 +15,7 @@ from penstock.contract import (
     SamplingParams,
     Submission,
 )
-from penstock.engine import build
+from penstock.engine import sizing
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import InvalidRequest, StepFailed
@@ -69,7 +69,7 @@ def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
     """Shapes as on CUDA: decodes padded to a batch size, short prompts alone or beside decodes padded to a
     number of tokens."""
     eager = make_engine(capture=False, prefix_cache=False)
-    monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
+    monkeypatch.setattr(sizing, "buckets_for", lambda *_: cuda_buckets(32, 64))
     padded = make_engine(max_batch=32)
     lengths = [3, 16, 40, 64, 70, 130]
     settings = [

@@ -16,7 +16,7 @@ import torch
 
 from penstock.config import SpeculationConfig
 from penstock.contract import FinishReason, KvSource
-from penstock.engine import build
+from penstock.engine import build, sizing
 from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import SettlePass, StatePass
 from penstock.engine.execution.replays import cuda_buckets
@@ -62,7 +62,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     def buckets(config: Any, limits: Any, device: object) -> Any:
         return cuda_buckets(limits.max_rows, limits.prefill_chunk)
 
-    monkeypatch.setattr(build, "_buckets", buckets)
+    monkeypatch.setattr(sizing, "buckets_for", buckets)
 
 
 @PLANS

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import OffloadConfig, RanksConfig
+from penstock.config import Config, OffloadConfig, RanksConfig
 from penstock.contract import FinishReason, KvSource, StateMove, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
@@ -24,6 +24,8 @@ from penstock.engine.recurrent import for_recurrent
 from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.placement import Placement
 from penstock.errors import ConfigError
+from penstock.kv import build as kv_build
+from penstock.kv.memory import StateLayout
 from penstock.kv.rules import WholePrefix, WithStates
 from penstock.kv.states import KeptStates
 from penstock.lanes.cpu import CpuLane
@@ -530,3 +532,14 @@ def test_options_of_states_are_refused_where_they_have_no_effect(make_engine: Ma
 
 def test_a_whole_prefix_rule_uses_blocks_alone() -> None:
     assert WholePrefix(BLOCK).states is None
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "free_gib", "num"),
+    [(844_672, 256, 103), (0, 256, 32), (844_672, 16, 32), (844_672, 8, 16)],
+)
+def test_by_default_there_is_a_state_for_each_8192_tokens_of_kv_where_memory_is_free(
+    num_cached: int, free_gib: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_build, "free_bytes", lambda device: free_gib << 30)
+    assert kv_build.num_states(Config(), StateLayout(30, 64 << 20, b"a state"), num_cached) == num

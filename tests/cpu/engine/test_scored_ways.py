@@ -24,6 +24,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
 from penstock.kv import build as kv_build
+from penstock.kv.tiers.store import Space
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
@@ -135,7 +136,7 @@ def snapshot(asked: Asked) -> Collected:
     engine = asked.make(**disk)
     wait_scanned(engine)
     kept = np.frombuffer(engine.snapshots.open("talk").tokens, np.uint32).tolist()
-    asked.prompt = [*kept, *asked.prompt[-5:]]
+    asked.prompt = [*kept, *asked.prompt[len(kept) :]]
     return asked.run(engine)
 
 
@@ -192,8 +193,12 @@ def _figures_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither how long steps take here, nor steps that measure recall: those see all of the context."""
     monkeypatch.setattr(ScoringCost, "tau", 16)
     monkeypatch.setattr(residency, "FIRST_RECALL", -1)
-    shared = MemoryStore("remote", local=False)
-    monkeypatch.setattr(kv_build, "open_remote", lambda url, space, timeout_s: shared)
+    spaces: dict[Space, MemoryStore] = {}
+
+    def open_remote(url: str, space: Space, timeout_s: float) -> MemoryStore:
+        return spaces.setdefault(space, MemoryStore("remote", local=False))
+
+    monkeypatch.setattr(kv_build, "open_remote", open_remote)
 
 
 @pytest.fixture
@@ -210,18 +215,20 @@ def build() -> Iterator[Callable[[Config], Engine]]:
         check_silent(sanitizer)
 
 
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3.5"])
 @every_way
 def test_with_room_for_all_of_it_it_gives_what_the_full_cache_gives(
     way: Callable[[Asked], Collected],
+    model: str,
     build: Callable[[Config], Engine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From its first token on: all of its context is in the trailing window."""
     prompt = np.random.default_rng(0).integers(1, 500, NUM_TOKENS).tolist()
-    full = generate(
-        build(tiny_config(blocks=120, host_blocks=120, max_model_len=1200)), prompt, max_tokens=40, logprobs=2
-    )
+    states = {"states_gib": 0.002} if model == "tiny-qwen3.5" else {}
+    alone = tiny_config(model, blocks=120, host_blocks=120, max_model_len=1200, **states)
+    full = generate(build(alone), prompt, max_tokens=40, logprobs=2)
     with_deep = sizing.with_deep
     room = {"deep_blocks": 32, "resident_blocks": 480}
     monkeypatch.setattr(sizing, "with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room))
@@ -234,7 +241,7 @@ def test_with_room_for_all_of_it_it_gives_what_the_full_cache_gives(
             "positions": 8192,
             "resident_tokens": 512,
         }
-        return build(tiny_config(**sizes, **settings))
+        return build(tiny_config(model, **sizes, **states, **settings))
 
     answer = way(Asked(make, prompt, {"max_tokens": 40, "logprobs": 2}, tmp_path))
     assert answer.error is None and answer.tokens == full.tokens

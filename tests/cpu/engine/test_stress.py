@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import FinishReason
-from penstock.engine import build
+from penstock.engine import sizing
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from tests.cpu.engine.test_eagle_engine import write_random_eagle
@@ -103,9 +103,9 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         (write_random_head if proposer == heads[0] else write_random_eagle)(head, model_of(alone))
     host_blocks = (0, 40, 8, 400)[seed % 4]
     if seed % 2:  # padded replays of every kind, as on CUDA
-        monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
+        monkeypatch.setattr(sizing, "buckets_for", lambda *_: cuda_buckets(32, 64))
     if seed % 3:  # nearly every answer is longer than was expected
-        monkeypatch.setattr(build, "_lengths", lambda _: Guess(seed))
+        monkeypatch.setattr(sizing, "lengths_for", lambda _: Guess(seed))
     engine = make_engine(
         model,
         max_batch=32 if seed % 2 else 8,

@@ -81,10 +81,9 @@ def pair(
 ) -> Iterator[tuple[Engine, Engine]]:
     """One rank, and two."""
     dims, settings = PAIRS[request.param]
-    directory, lora = None, None
-    if dims is None:
-        lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), TINY_QWEN3, seed=9)
-    else:
+    directory = None
+    lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), dims or TINY_QWEN3, seed=9)
+    if dims is not None:
         tensors = tiny_tensors(dims) | ({} if dims.recurrence is None else shipped_tensors(dims))
         directory = write_tiny_model(tmp_path_factory.mktemp("model"), dims, tensors=tensors)
     engines = [build_ranks(size, **SIZES | settings, directory=directory, lora=lora) for size in (1, 2)]
@@ -175,7 +174,7 @@ def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[
         assert_same(found, right)
 
 
-@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("pair", ["qwen3", "hybrid"], indirect=True)
 def test_adapters_are_divided_as_the_model_is(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
     """Loaded, replaced and unloaded while requests run, in steps with other adapters and with none."""
     dims = pair[0].parts.executor.target.model.config

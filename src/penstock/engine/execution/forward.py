@@ -52,7 +52,7 @@ class BoundKv:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._scores is not None:
-            self._scores.add_layer(layer, q)
+            self._scores.add_layer(self._first_layer + layer, q)
         return self._attention.attend(self._first_layer + layer, q, k, v, self._inputs)
 
 

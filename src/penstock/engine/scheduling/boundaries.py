@@ -5,11 +5,15 @@ and what a running request has of kept states.
     shortly before a prompt ends         the next request of the conversation begins there
     where two prompts part               a shared beginning, such as a system prompt
     every N tokens                       if asked for
+
+A state of tokens that attended to a part of their context has a key that only the next turn of its
+conversation finds, as blocks have.
 """
 
 from __future__ import annotations
 
 import bisect
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,6 +54,7 @@ _MOST_ENDED = 4096  # sequences of which it is known where they have ended
 class _Kept:
     """Of one request in one run."""
 
+    num_shared: int = sys.maxsize  # tokens whose states others may use
     begins: SlotHandle | None = None  # the state that it begins with, until a step with it was read
     is_read: bool = False  # a planned step reads it
     # boundaries in its prompt, in tokens, of which it keeps a state that others may wait for
@@ -65,11 +70,12 @@ class AtBoundaries(Placement):
     saves_rest = False  # no state is kept where it is retracted
     divides = False
 
-    def __init__(self, ledger: KvLedger, states: StateLedger, every: int) -> None:
-        """`every`: states are also kept after each so many tokens; 0: they are not."""
+    def __init__(self, ledger: KvLedger, states: StateLedger, every: int, unit: int = 1) -> None:
+        """`every`: states are also kept after each so many tokens; 0: they are not. `unit`: blocks; other
+        boundaries are multiples of it, since scored requests begin there."""
         super().__init__(ledger)
         self._states = states
-        self._every = every
+        self._every, self._unit = every, unit
         self._kept: dict[Life, _Kept] = {}
         # last keys of sequences: a request that goes on there does not part
         self._ended: dict[bytes, None] = {}
@@ -110,28 +116,39 @@ class AtBoundaries(Placement):
         return match.num_here
 
     def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
-        num = match.num_blocks + match.num_colder
-        return super().open(waiting, match) if self.begin(waiting, num, match.num_known) else None
+        begins = self.usable_keys(waiting)[: match.num_blocks + match.num_colder]
+        return super().open(waiting, match) if self.begin(waiting, begins, match.num_known) else None
 
-    def begin(self, waiting: WaitingRequest, num: int, num_known: int) -> bool:
-        """It begins after `num` blocks; `num_known` are cached. False: their state was evicted meanwhile."""
-        life, keys, kept = waiting.life, self.usable_keys(waiting), _Kept()
-        num_known = min(num_known, len(keys))
+    def begin(
+        self,
+        waiting: WaitingRequest,
+        begins: Sequence[bytes],
+        num_known: int = 0,
+        num_shared: int = sys.maxsize,
+    ) -> bool:
+        """It begins with the blocks `begins`; `num_known` are cached. `num_shared`: its first tokens, which
+        see all before them. False: the state of these blocks was evicted meanwhile."""
+        life, keys, num = waiting.life, self.usable_keys(waiting), len(begins)
+        kept, num_known = _Kept(num_shared), min(num_known, len(keys))
         if num:
-            kept.begins = self._states.pin(life.request.id, keys[num - 1])
+            kept.begins = self._states.pin(life.request.id, begins[-1])
             if kept.begins is None:
                 return False
         if self._last(waiting) > num:
             self._expect(life, kept, self._last(waiting))
-        if num_known - num >= _LEAST_SHARED and keys[num_known - 1] not in self._ended:
-            self._expect(life, kept, num_known)
+        num_parting = self._whole(num_known)
+        if num_parting - num >= _LEAST_SHARED and keys[num_known - 1] not in self._ended:
+            self._expect(life, kept, num_parting)
         self._kept[life] = kept
         return True
 
     def _last(self, waiting: WaitingRequest) -> int:
         """The last boundary of a prompt, in blocks, that the next one of its conversation has, too."""
         back = _SETBACK_TOKENS if waiting.num_tokens >= _LONG_TOKENS else 1
-        return (waiting.num_tokens - back) // self._ledger.block_tokens
+        return self._whole((waiting.num_tokens - back) // self._ledger.block_tokens)
+
+    def _whole(self, num_blocks: int) -> int:
+        return num_blocks // self._unit * self._unit
 
     def enter(self, running: RunningRequest) -> None:
         kept = self._young[running.life] = self._kept[running.life]
@@ -149,14 +166,18 @@ class AtBoundaries(Placement):
             elif waiting not in kept.compared and life.prefix is not None and life.request.may_match:
                 kept.compared.add(waiting)
                 num, num_planned = _num_common(keys, life.prefix.keys), running.num_planned // size
+                num = self._whole(min(num, kept.num_shared // size))
                 if num - num_planned >= _LEAST_SHARED:
                     self._expect(life, kept, num)
 
     def _expect(self, life: Life, kept: _Kept, num_blocks: int) -> None:
         """It will keep a state after so many blocks of its prompt."""
         boundary = num_blocks * self._ledger.block_tokens
-        if boundary not in kept.ends and (key := self._key(life, boundary)) is not None:
-            kept.ends.add(boundary)
+        key = self._key(life, kept, boundary)
+        if boundary in kept.ends or (key is None and boundary <= kept.num_shared):
+            return
+        kept.ends.add(boundary)
+        if key is not None:
             self._states.expect(key, num_blocks, 1)
 
     def until_boundary(self, running: RunningRequest, num_tokens: int) -> int:
@@ -189,7 +210,7 @@ class AtBoundaries(Placement):
         life = running.life
         if life.prefix is None or not life.request.may_match:
             return None
-        handle = self._states.try_reserve(life.request.id, self._key(life, boundary))
+        handle = self._states.try_reserve(life.request.id, self._key(life, kept, boundary))
         if handle is None:
             self._expect_none(life, kept, boundary)
             return None
@@ -197,21 +218,31 @@ class AtBoundaries(Placement):
         return handle.slots[0]
 
     def computed(self, running: RunningRequest, fence: Fence | None) -> None:
-        life, kept, size = running.life, self._kept[running.life], self._ledger.block_tokens
+        kept = self._kept[running.life]
         if kept.begins is not None:
             kept.begins.end(fence)
             kept.begins = None
+        self._publish(running, kept, fence)
+
+    def _publish(self, running: RunningRequest, kept: _Kept, fence: Fence | None) -> None:
+        """What was written up to the tokens that are committed. A key of its own scope is that of a block,
+        which is sealed later."""
+        life, size = running.life, self._ledger.block_tokens
         while kept.written and kept.written[0].boundary <= running.num_committed:
-            boundary, handle = kept.written.popleft()
-            if life.prefix is not None and len(life.prefix.keys) * size < boundary:
+            boundary, is_shared = kept.written[0].boundary, kept.written[0].boundary <= kept.num_shared
+            num_blocks, own = boundary // size, running.table.sealed_keys
+            if not is_shared and len(own) < num_blocks:
+                return
+            if life.prefix is not None and is_shared and len(life.prefix.keys) < num_blocks:
                 life.prefix = self._ledger.extend_prefix(life.prefix, life.tokens)
-            key = self._key(life, boundary)
+            key = self._key(life, kept, boundary) if is_shared else own[num_blocks - 1]
             assert key is not None
-            self._states.publish(handle, key, boundary // size, fence)
+            self._states.publish(kept.written.popleft().handle, key, num_blocks, fence, is_shared)
             self._expect_none(life, kept, boundary)
 
     def leave(self, running: RunningRequest, is_answered: bool, fence: Fence | None) -> None:
         life, kept = running.life, self._kept.pop(running.life)
+        self._publish(running, kept, fence)
         self._young.pop(life, None)
         for boundary in list(kept.ends):
             self._expect_none(life, kept, boundary)
@@ -220,16 +251,19 @@ class AtBoundaries(Placement):
             if handle is not None:
                 handle.end(fence)
 
-    def _key(self, life: Life, boundary: int) -> bytes | None:
-        """None: not all tokens before it are known."""
+    def _key(self, life: Life, kept: _Kept, boundary: int) -> bytes | None:
+        """By which others find it. None: they do not, or not all tokens before it are known."""
         num = boundary // self._ledger.block_tokens
-        return life.prefix.keys[num - 1] if life.prefix is not None and num <= len(life.prefix.keys) else None
+        if life.prefix is None or num > len(life.prefix.keys) or boundary > kept.num_shared:
+            return None
+        return life.prefix.keys[num - 1]
 
     def _expect_none(self, life: Life, kept: _Kept, boundary: int) -> None:
         """The state of this boundary is there, or will not be."""
-        if boundary in kept.ends and (key := self._key(life, boundary)) is not None:
-            self._states.expect(key, boundary // self._ledger.block_tokens, -1)
+        if boundary in kept.ends:
             kept.ends.remove(boundary)
+            if (key := self._key(life, kept, boundary)) is not None:
+                self._states.expect(key, boundary // self._ledger.block_tokens, -1)
 
     def _note_end(self, running: RunningRequest) -> None:
         """Another request may continue what it has computed; its last block may be sealed or not."""

@@ -4,6 +4,7 @@ chooses the parts. The rest of the scheduler knows nothing of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.contract import Fence, KvLedger, Match, PartScores, Prefetch, Request, Table
@@ -83,7 +84,8 @@ class DeepContexts:
 def _on_device(ledger: KvLedger, budget: Budget) -> Placement:
     """Of requests that fit."""
     if ledger.states is not None:
-        return AtBoundaries(ledger, ledger.states, budget.state_every)
+        unit = 1 if budget.division is None else budget.division.part_blocks
+        return AtBoundaries(ledger, ledger.states, budget.state_every, unit)
     return Placement(ledger) if ledger.keeps_all else Windowed(ledger, budget)
 
 
@@ -136,11 +138,15 @@ class Deep(Placement):
             and not life.computes
             and (context := kept.find(keys)) is not None
         ):
-            num = kept.num_usable(ledger.match(context.keys, most_resident=0).num_paged, len(life.tokens))
+            num = kept.num_usable(self._match(context.keys, 0).num_paged, len(life.tokens))
             if num:
                 self._continues = context, num
                 return Match(0, 0, False, num_paged=num)
-        match = ledger.match(keys, most_resident=self.fixed_blocks)
+        return self._match(keys, self.fixed_blocks)
+
+    def _match(self, keys: Sequence[bytes], most_resident: int | None) -> Match:
+        """Of its blocks in host memory, whole units."""
+        match = self._ledger.match(keys, most_resident=most_resident)
         return match._replace(num_paged=self._whole(match.num_paged))
 
     def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
@@ -362,17 +368,31 @@ class DeepAtBoundaries(Deep):
         is_known = self._boundaries.is_known(waiting)
         return super().is_ready(waiting) and is_known
 
+    def _match(self, keys: Sequence[bytes], most_resident: int | None) -> Match:
+        """As far as there is a state behind a whole unit."""
+        match = self._ledger.match(keys, most_resident=most_resident)
+        while (num := self._whole(match.num_paged)) < match.num_paged:
+            keys = keys[:num]
+            match = self._ledger.match(keys, most_resident=most_resident)
+        return match
+
     def reads_first(self, waiting: WaitingRequest, match: Match) -> bool:
         if super().reads_first(waiting, match):
             return True
         num = match.num_blocks + match.num_paged
-        return self._boundaries.reads_state_first(waiting, num, waiting.num_tokens)
+        return self._continues is None and self._boundaries.reads_state_first(
+            waiting, num, waiting.num_tokens
+        )
 
     def open(self, waiting: WaitingRequest, match: Match) -> Table | None:
         table = super().open(waiting, match)
         if table is None:
             return None
-        if not self._boundaries.begin(waiting, match.num_blocks + match.num_paged, 0):
+        num_shared = sys.maxsize
+        if self._division is not None:  # of the tokens that see all before them
+            num_paged = table.num_paged * self._ledger.block_tokens
+            num_shared = waiting.num_tokens if self._continues is None else num_paged
+        if not self._boundaries.begin(waiting, table.sealed_keys, num_shared=num_shared):
             table.release(None)
             return None
         return table
