@@ -258,6 +258,13 @@ def _ttft(tokens: int, computed: Answers, read: Answers) -> dict[str, Any]:
         "least_cached": {name: min(found) for name, found in of(read, "cached").items()},
         "same_answers": {name: of(computed, "tokens")[name] == of(read, "tokens")[name] for name in NAMES},
         "load_ms": {name: statistics.median(found) for name, found in of(read, "load_ms").items()},
+        "lookup_us": {
+            name: statistics.median(
+                times["lookup"]["us"] / loaded
+                for times, loaded in zip(all_of, of(read, "loaded")[name], strict=True)
+            )
+            for name, all_of in of(read, "engine_thread").items()
+        },
         "engine_thread_ms": {
             name: statistics.median(
                 sum(one[call]["us"] for call in ("lookup", "submit_load") if call in one) / 1000
@@ -413,6 +420,7 @@ def _speed_rows(speed: dict[str, Any]) -> list[dict[str, str]]:
         rows.append(_row(f"first token, {tokens} tokens computed, ms", times["computed"]))
         rows.append(_row("  of them found on disk, least", times["least_cached"], 0))
         rows.append(_row("  longest load, seen by the scheduler, ms", times["load_ms"]))
+        rows.append(_row("  lookups, for a block of it, us", times["lookup_us"]))
         rows.append(_row("  lookups and submits of a prefix, ms", times["engine_thread_ms"]))
     for call in CALLS:
         values = {name: speed["engine_thread"][name][call] for name in NAMES}

@@ -123,7 +123,7 @@ def test_a_server_counts_what_it_proposed_and_kept(start_server: Callable[..., A
     words = "red green blue " * 12
     details = []
     for n in range(3):
-        reply = post(url, prompt=f"{n} {words}", max_tokens=24)
+        reply = post(url, prompt=f"{n} {words}", max_tokens=12)
         details.append(
             reply["usage"].get("completion_tokens_details", {"draft_tokens": 0, "accepted_draft_tokens": 0})
         )
@@ -134,7 +134,7 @@ def test_a_server_counts_what_it_proposed_and_kept(start_server: Callable[..., A
     assert metric(url, "penstock_spec_proposed_total") == drafted
     assert metric(url, "penstock_spec_accepted_total") == accepted
     assert metric(url, "penstock_spec_accept_length_sum") == accepted
-    whole = post(url, prompt=f"7 {words}", max_tokens=20)["choices"][0]["text"]
+    whole = post(url, prompt=f"7 {words}", max_tokens=12)["choices"][0]["text"]
     stop = whole[len(whole) // 2 :][:9]
-    stopped = post(url, prompt=f"7 {words}", max_tokens=20, stop=[stop])["choices"][0]
+    stopped = post(url, prompt=f"7 {words}", max_tokens=12, stop=[stop])["choices"][0]
     assert stopped["finish_reason"] == "stop" and stopped["text"] == whole[: whole.index(stop)]

@@ -13,14 +13,8 @@ import httpx
 
 DEADLINE_S = 120.0
 FLAGS = (
-    "--device",
-    "cpu",
-    "--max-model-len",
-    "512",
-    "--device-kv-blocks",
-    "96",
-    "--kv-offload-host-gib",
-    "0.1",
+    *("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--max-model-len", "1024"),
+    *("--device-kv-blocks", "256", "--kv-offload-host-gib", "0.1"),
 )
 PROMPT = "Once upon a time, in a village by the sea, there lived a clockmaker who had never been late. " * 4
 OTHERS = [
@@ -33,14 +27,14 @@ StartServer = Callable[..., tuple["subprocess.Popen[str]", str]]
 
 def ask(http: httpx.Client) -> tuple[list[str], dict[str, int]]:
     """Tokens, and where the prompt's KV came from."""
-    question = {"model": "smollm2-135m", "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "logprobs": 0}
+    question = {"model": "tiny-llama", "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "logprobs": 0}
     reply = http.post("/v1/completions", json=question).raise_for_status().json()
     return reply["choices"][0]["logprobs"]["tokens"], reply["usage"]["prompt_tokens_details"]["kv_source"]
 
 
 def kill_in_the_middle(http: httpx.Client, process: subprocess.Popen[str]) -> None:
     """While others are being answered: each has begun, none gets an end."""
-    question = {"model": "smollm2-135m", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    question = {"model": "tiny-llama", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
         replies = [
             stack.enter_context(http.stream("POST", "/v1/completions", json={**question, "prompt": other}))

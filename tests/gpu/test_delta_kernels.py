@@ -52,6 +52,7 @@ DIMS = {"tiny": TINY, "odd": ODD} if INTERPRETED else {"tiny": TINY, "odd": ODD,
 TOLERANCE = 2e-5  # of values of about 1
 ROUNDED = 2e-5 if INTERPRETED else 2e-3  # of prompts of a model in 16 bits
 dims_of = pytest.mark.parametrize("name", DIMS)
+once = pytest.mark.parametrize("name", ["odd"] if INTERPRETED else DIMS)  # the interpreter is slow
 
 
 class Case(NamedTuple):
@@ -209,7 +210,7 @@ def test_gates_and_norm_are_those_of_the_readable_form(name: str, num: int) -> N
     assert ours.dtype == dtype and torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=1e-3)
 
 
-@dims_of
+@once
 def test_rows_of_other_requests_stay_as_they_are(name: str) -> None:
     case = made(DIMS[name], 2, (70,), torch.float32)
     others = [row for row in range(len(case.states.windows)) if row not in case.rows.tolist()]
@@ -219,7 +220,7 @@ def test_rows_of_other_requests_stay_as_they_are(name: str) -> None:
         assert torch.equal(tensor[others], kept)
 
 
-@dims_of
+@once
 def test_a_request_gets_the_same_numbers_whatever_shares_its_step(name: str) -> None:
     """A decode and a prompt, alone and beside others."""
     dims = DIMS[name]

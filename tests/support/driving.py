@@ -81,7 +81,7 @@ def block_bytes(model: str, block_tokens: int) -> int:
 
 
 _ASKED = ("id", "residency", "pins", "session", "hint", "priority", "route")  # fields of a Submission
-_WAIT_S = 1.0  # at most, for a transfer or another thread
+_WAIT_S = 0.01  # for a transfer or another thread; not all that is waited for wakes the engine
 
 
 @dataclass(slots=True)

@@ -178,9 +178,8 @@ def working_bytes(config: Config, dims: ModelConfig, device: torch.device) -> fl
     states = state_bytes(c.recurrence, config.engine.max_batch, num_drafts)
     if c.recurrence is not None:  # float32 copies of what goes in and comes out, by token
         per_token += 4 * (4 * c.recurrence.qkv_width + 6 * c.recurrence.out_width)
-        per_token += (
-            c.recurrence.num_bytes / len(c.recurrence.layers) / CHUNK_TOKENS
-        )  # kept before each chunk
+        layer_bytes = c.recurrence.num_bytes // len(c.recurrence.layers)
+        per_token += layer_bytes // CHUNK_TOKENS  # the state before each chunk
         states += num_replayed(config, device, num_drafts) * c.vocab * item_bytes
     return tokens * per_token + (config.engine.max_batch + num_drafts) * c.vocab * per_logit + states
 

@@ -58,11 +58,9 @@ class BlockFormat:
 
     def keys(self, names: Sequence[str]) -> list[bytes]:
         """Of all planes of the blocks, block by block."""
-        return [
-            key_of(bytes([plane]) + name.encode("utf-8", "surrogatepass"))
-            for name in names
-            for plane in range(self.num_planes)
-        ]
+        planes = [bytes([plane]) for plane in range(self.num_planes)]
+        encoded = (name.encode("utf-8", "surrogatepass") for name in names)
+        return [key_of(plane + name) for name in encoded for plane in planes]
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:

@@ -1,6 +1,5 @@
-"""A disk and a shared store under the host memory of another engine. Owns their lanes, and the questions and
-jobs in flight. The engine owns its memory and its keys, and leaves the slots of a job alone until it is
-finished.
+"""A disk and a shared store under the host memory of another engine. Owns their lanes and the jobs in flight.
+The engine owns its memory and its keys, and leaves the slots of a job alone until it is finished.
 
 For any thread. Only `wait_x`, `drain` and `close` block.
 """
@@ -22,9 +21,8 @@ from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLimits, ColdTier, Writing, cpu_lanes
 from penstock.kv.tiers.remote import FLAG, open_store
 from penstock.kv.tiers.ssd.store import open_ssd
-from penstock.kv.tiers.store import BlockStore, Outcome, PinningStore, Space
+from penstock.kv.tiers.store import BlockStore, Outcome, Space
 from penstock.observe import PoolObserver
-from penstock.plugins.matches import Matches, Presence
 from penstock.plugins.options import TierOptions
 
 _STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
@@ -32,10 +30,14 @@ _SYNC = object()  # the job of a persist
 
 View = Callable[[int], memoryview]  # a slot's bytes
 
+_HASH = blake2b(digest_size=KEY_BYTES, person=b"penstock plugin")  # copied: half the time of a new one
+
 
 def key_of(name: bytes) -> bytes:
     """The key of a block that the engine knows by `name`. The store's space covers everything else."""
-    return blake2b(name, digest_size=KEY_BYTES, person=b"penstock plugin").digest()
+    h = _HASH.copy()
+    h.update(name)
+    return h.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,6 @@ class _Job:
     keys: Sequence[bytes]
     slots: Sequence[int]
     began_s: float
-    owner: Hashable = None
     done: list[bool] = field(default_factory=list)
     reads: list[tuple[int, StoreGroup, Sequence[int]]] = field(default_factory=list)  # tier, call, places
     num_writes: int = 0  # in flight
@@ -72,11 +73,9 @@ class _Job:
 class HostedTiers:
     """`tiers`, the nearest first."""
 
-    def __init__(self, tiers: Sequence[ColdTier], patience_s: float, persist_s: float = 10.0) -> None:
-        """`patience_s`: a tier that has not answered a question by then does not have the block."""
+    def __init__(self, tiers: Sequence[ColdTier], persist_s: float = 10.0) -> None:
         self.tiers = tiers
         self._changed = threading.Condition(threading.RLock())
-        self._matches = Matches(tiers, patience_s)
         self._jobs: dict[Hashable, _Job] = {}
         self._writings: dict[Writing, _Job] = {}
         self._finished: dict[Hashable, Finished] = {}  # not returned yet
@@ -87,28 +86,11 @@ class HostedTiers:
 
     # ------------------------------------------------------------------------------------------------- asking
 
-    def find(self, key: bytes, owner: Hashable, chain: Hashable = None) -> Presence:
-        """Whether a tier has the block. PENDING: `ask` sends the question, and `settle` takes in a shared
-        store's answer. `owner` is a request: its answers do not change until `release`. Keys of one
-        `chain` asked between two `ask` are a prefix: if one is missing, so are those after it."""
-        with self._changed:
-            return self._matches.find(key, owner, chain)
-
-    def ask(self) -> None:
-        """Send the questions that came since the last call, one for each chain."""
-        with self._changed:
-            self._matches.ask()
-
-    def release(self, owner: Hashable) -> None:
-        """Forget the answers that `owner` got."""
-        with self._changed:
-            self._matches.release(owner)
-
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Blocks on the disk count as used again, up to the first that is not there."""
+        """Before a read: blocks on the disk count as used again, up to the first that is not there."""
         for tier in self.tiers:
             if tier.local:
-                tier.find(keys, 0.0)
+                tier.calls.store.find(keys)  # from memory
 
     def wait_leading(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """How many leading `keys` some tier has, as far as they answer by then."""
@@ -130,13 +112,10 @@ class HostedTiers:
 
     # --------------------------------------------------------------------------------------------------- jobs
 
-    def read(
-        self, job: Hashable, keys: Sequence[bytes], slots: Sequence[int], owner: Hashable = None
-    ) -> None:
-        """Read each block into its slot, from the nearest tier that has it whole. Blocks that come from none
-        are missing for `owner` from then on."""
+    def read(self, job: Hashable, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Read each block into its slot, from the nearest tier that has it whole."""
         with self._changed:
-            new = self._new_job(job, keys, slots, owner)
+            new = self._new_job(job, keys, slots)
             self._read_from(0, new, range(len(keys)))
             self._finish_if_over(new)
 
@@ -160,7 +139,6 @@ class HostedTiers:
             new.done = [True]
             for tier in self.tiers:
                 self._begin(new, tier.reset())
-            self._matches.clear()
 
     def settle(self) -> list[Finished]:
         """Jobs that finished since the last call."""
@@ -229,12 +207,10 @@ class HostedTiers:
         with self._changed:
             self._changed.notify_all()
 
-    def _new_job(
-        self, job: Hashable, keys: Sequence[bytes], slots: Sequence[int], owner: Hashable = None
-    ) -> _Job:
+    def _new_job(self, job: Hashable, keys: Sequence[bytes], slots: Sequence[int]) -> _Job:
         if job in self._jobs or job in self._finished:
             raise InvariantBroken(f"job {job} is submitted again before it was returned")
-        new = self._jobs[job] = _Job(job, keys, slots, time.monotonic(), owner, [False] * len(keys))
+        new = self._jobs[job] = _Job(job, keys, slots, time.monotonic(), [False] * len(keys))
         return new
 
     def _begin(self, job: _Job, writing: Writing) -> None:
@@ -247,8 +223,8 @@ class HostedTiers:
             return
         tier = self.tiers[number]
         here = list(places) if tier.usable else []
-        if here and isinstance(store := tier.calls.store, PinningStore):
-            there = store.has_each([job.keys[place] for place in here])
+        if here and tier.local:
+            there = tier.books.has_each([job.keys[place] for place in here])
             here = [place for place, has in zip(here, there, strict=True) if has]
         for first in range(0, len(here), tier.group_blocks):
             run = here[first : first + tier.group_blocks]
@@ -261,7 +237,6 @@ class HostedTiers:
         for number, tier in enumerate(self.tiers):
             for writing in tier.settle():
                 self._end_write(number, writing)
-        self._matches.take_in()
         for job in list(self._jobs.values()):
             if job.reads:
                 self._advance_reads(job)
@@ -298,10 +273,6 @@ class HostedTiers:
         if not job.over or job.id not in self._jobs:
             return
         del self._jobs[job.id]
-        if job.owner is not None:
-            self._matches.give_up(
-                job.owner, [key for key, done in zip(job.keys, job.done, strict=True) if not done]
-            )
         self._finished[job.id] = Finished(job.id, tuple(job.done), time.monotonic() - job.began_s)
         self._changed.notify_all()
 
@@ -343,4 +314,4 @@ def open_tiers(
             for store in stores
         ]
         undo.pop_all()
-    return HostedTiers(tiers, options.remote_timeout_s, options.persist_s)
+    return HostedTiers(tiers, options.persist_s)

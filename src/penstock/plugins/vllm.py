@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.kv.tiers.store import Space
 from penstock.plugins.events import DiskChanges
-from penstock.plugins.matches import Presence
+from penstock.plugins.matches import Matches
 from penstock.plugins.options import TierOptions
 from penstock.plugins.tiers import Finished, key_of, open_tiers
 from penstock.plugins.vllm_host import (
@@ -41,9 +41,9 @@ _STATS_S = 1.0  # between two reports: they copy histograms
 _GROUP_BYTES = 4  # at the end of vLLM's keys: the number of the KV group
 
 _RESULTS = {
-    Presence.HIT: offload.LookupResult.HIT,
-    Presence.MISS: offload.LookupResult.MISS,
-    Presence.PENDING: offload.LookupResult.RETRY,
+    True: offload.LookupResult.HIT,
+    False: offload.LookupResult.MISS,
+    None: offload.LookupResult.RETRY,
 }
 _RESULT_FIELDS = {field.name for field in dataclasses.fields(tiering.JobResult)}
 
@@ -79,7 +79,7 @@ class _Memory:
 class PenstockTier(tiering.SecondaryTierManager):
     """One per scheduler. Not for several threads at once: vLLM holds a lock around each call."""
 
-    medium = getattr(getattr(offload, "Medium", None), "STORAGE", None)  # since 0.26
+    medium = getattr(getattr(offload, "Medium", None), "STORAGE", None)  # since 0.28
 
     def __init__(
         self,
@@ -111,8 +111,9 @@ class PenstockTier(tiering.SecondaryTierManager):
         except BaseException:
             self._memory.release()
             raise
+        self._matches = Matches(self._tiers.tiers, given.remote_timeout_s)
         self._windowed = _windowed_groups(config)
-        self._loads: dict[Hashable, Collection[bytes]] = {}  # vLLM's keys by job
+        self._loads: dict[Hashable, Any] = {}  # vLLM's jobs
         self._stores: dict[Hashable, list[bytes]] = {}  # keys by job, where events are told
         self._epoch = b""  # part of the keys once vLLM's caches were reset
         self._told: dict[tuple[str, ...], float] = {}  # figures of the last report
@@ -123,19 +124,16 @@ class PenstockTier(tiering.SecondaryTierManager):
     def lookup(self, key: bytes, req_context: Any) -> Any:
         group = key[-_GROUP_BYTES:]
         chain = key if group in self._windowed else group  # a window may be there without what is before it
-        return _RESULTS[self._tiers.find(self._key(key), req_context.req_id, chain)]
-
-    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._tiers.touch([self._key(key) for key in keys])
+        return _RESULTS[self._matches.find(self._key(key), req_context.req_id, chain)]
 
     def on_new_request(self, req_context: Any) -> Any:
         return offload.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._tiers.release(req_context.req_id)
+        self._matches.release(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        self._tiers.ask()
+        self._matches.ask()
 
     def _key(self, key: bytes) -> bytes:
         return key_of(self._epoch + key)
@@ -151,14 +149,16 @@ class PenstockTier(tiering.SecondaryTierManager):
         self._tiers.write(job_metadata.job_id, keys, _slots_of(job_metadata))
 
     def submit_load(self, job_metadata: Any) -> None:
-        keys = self._loads[job_metadata.job_id] = list(job_metadata.keys)
-        owner = job_metadata.req_context.req_id
-        self._tiers.read(
-            job_metadata.job_id, [self._key(key) for key in keys], _slots_of(job_metadata), owner
-        )
+        self._loads[job_metadata.job_id] = job_metadata
+        keys = [self._key(name) for name in job_metadata.keys]
+        self._tiers.touch(keys)
+        self._tiers.read(job_metadata.job_id, keys, _slots_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        return [self._result(finished) for finished in self._tiers.settle()]
+        """vLLM calls it in each step, before it asks."""
+        finished = self._tiers.settle()
+        self._matches.take_in()
+        return [self._result(one) for one in finished]
 
     def _result(self, finished: Finished) -> Any:
         loaded = self._loads.pop(finished.job, None)
@@ -169,7 +169,9 @@ class PenstockTier(tiering.SecondaryTierManager):
             "transfer_bytes": sum(finished.done) * self._memory.slot_bytes,
         }
         if loaded is not None and not finished.whole:
-            more["successful_keys"] = list(itertools.compress(loaded, finished.done))
+            more["successful_keys"] = done = list(itertools.compress(loaded.keys, finished.done))
+            lost = set(loaded.keys).difference(done)
+            self._matches.give_up(loaded.req_context.req_id, map(self._key, lost))
         # what this version of vLLM does not ask for is left out: before 0.28 a load is whole or failed
         fields = {name: value for name, value in more.items() if name in _RESULT_FIELDS}
         return tiering.JobResult(job_id=finished.job, success=finished.whole, **fields)
@@ -272,7 +274,6 @@ def _windowed_groups(config: Configured) -> frozenset[bytes]:
 
 
 def _slots_of(job: Any) -> list[int]:
-    ids = (
-        job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    )  # the former in 0.32, the latter in 0.28
-    return [int(number) for number in ids]
+    ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # the former in 0.32, not in 0.28
+    found: list[int] = ids.tolist()
+    return found

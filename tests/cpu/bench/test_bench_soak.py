@@ -63,7 +63,7 @@ def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
         return bool(stats.retractions and used and sum(stats.traffic.failures.values()))
 
     monkeypatch.setattr(soak_trouble, "COPY_FAILED", 0.2)
-    verdict = run(seconds=3.0, adapters=2, seen=troubled)
+    verdict = run(seconds=1.5, adapters=2, seen=troubled)
     assert verdict.violations == [] and verdict.counts["sanitizer reports"] == 0
     happened = ("requests", "cancelled", "retractions", "promoted blocks", "prompt tokens from host")
     for what in (*happened, "copies failed on purpose", "transfers seen to fail"):
@@ -79,7 +79,7 @@ def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, mo
     shares(monkeypatch, FAILED=0.15, SPOILED=0.3, EXAGGERATED=0.1)
     cold = {"ssd_dir": str(tmp_path), "ssd_gib": 0.004, "remote": "valkey://elsewhere"}
     verdict = run(
-        3.0, 0, 3, 32, lambda engine: engine.stats().traffic.bytes["host", "ssd"] >= 1 << 20, **cold
+        1.5, 0, 3, 32, lambda engine: engine.stats().traffic.bytes["host", "ssd"] >= 1 << 20, **cold
     )
     assert verdict.violations == [] and verdict.counts["sanitizer reports"] == 0
     for what in ("disk writes lost", "disk calls failed", "blocks of a store failed"):

@@ -79,13 +79,13 @@ def test_a_refusal_by_another_process_is_said_as_if_there_were_one(penstock, tin
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-@pytest.mark.parametrize("processes", ["0", "1"])
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "said", "processes"),
     [
-        (("--max-model-len", "9999"), "--max-model-len 9999 exceeds the"),
-        (("--max-model-len", "500", "--device-kv-blocks", "4"), "does not fit into 4 KV blocks"),
-        (("--device-kv-gib", "1000000"), "lower --device-kv-gib"),
+        (("--max-model-len", "9999"), "--max-model-len 9999 exceeds the", "0"),
+        (("--max-model-len", "500", "--device-kv-blocks", "4"), "does not fit into 4 KV blocks", "0"),
+        (("--device-kv-gib", "1000000"), "lower --device-kv-gib", "0"),
+        (("--device-kv-gib", "1000000"), "lower --device-kv-gib", "1"),
     ],
 )
 def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_path, flags, said, processes):

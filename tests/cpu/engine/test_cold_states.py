@@ -27,6 +27,7 @@ from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
 from tests.cpu.engine.test_engine_snapshots import request, running
 from tests.cpu.engine.test_kept_states import all_at_rest, assert_right, expected, states_of
+from tests.support.crowds import crowds
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
 
 Prompts = Callable[..., list[int]]
@@ -75,7 +76,7 @@ def wait_persisted(engine: Engine) -> None:
     done = engine.kv.begin_flush("persisted")
     while not done.done():
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
     done.result()
 
 
@@ -351,7 +352,7 @@ def test_a_request_that_is_cancelled_while_its_state_is_read_leaves_nothing_behi
     gone = submit(second, prompt)
     while "read" not in shared.stores[3].calls:
         if not second.step():
-            second.wait_work(0.1)
+            second.wait_work(0.01)
     second.cancel(gone.request_id)
     shared.stores[3].gate.let()
     run_all(second)
@@ -463,7 +464,7 @@ def test_a_prefetch_brings_the_state_with_the_blocks(
 # ---------------------------------------------------------------------------------------------- random crowds
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", crowds(2))
 def test_a_random_crowd_over_all_tiers_gets_the_tokens_of_each_request_alone(
     start: Start, shared: Shared, disk: dict[str, Any], prompts: Prompts, seed: int
 ) -> None:

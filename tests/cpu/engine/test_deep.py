@@ -55,7 +55,7 @@ def test_only_its_last_blocks_are_on_the_device(make_engine: Make, prompts: Prom
     most = 0
     while engine.has_work():
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
         most = max(most, engine.cache.stats().slots["device"].active)
         engine.check()
     assert deep.finish is FinishReason.LENGTH
@@ -119,7 +119,7 @@ def test_cancelled_in_the_middle_it_leaves_nothing_behind(
     deep = submit(engine, prompts(LONG), max_tokens=100)
     for _ in range(turns):
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
     engine.cancel(deep.request_id)
     run_all(engine)
     assert deep.finish is FinishReason.CANCELLED
@@ -252,7 +252,7 @@ def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(
     deep = submit(engine, prompts(LONG), max_tokens=20)
     while deep.finish is None:
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
     attention.fetch = fetch  # type: ignore[method-assign]
     run_all(engine)
     assert deep.finish is FinishReason.ERROR and "host memory is gone" in (deep.error or "") and failures

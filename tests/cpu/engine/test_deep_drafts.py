@@ -108,7 +108,7 @@ def test_under_retraction_and_cancels_it_leaves_nothing_behind(make_engine: Make
         if turn == 60:
             engine.cancel(gone.request_id)
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
         engine.check()
         if not engine.has_work():
             break

@@ -292,7 +292,7 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
         persisting = engine.cache.persist()
         while persisting is not None and not persisting.settled:
             engine.step()
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
         assert found.source is not None
         sources.append(found.source.ssd)
         engine.close(timeout_s=20.0)

@@ -46,7 +46,7 @@ def running(engine: Engine) -> Iterator[None]:
         try:
             while not stop.is_set():
                 if not engine.step():
-                    engine.wait_work(0.05)
+                    engine.wait_work(0.01)
                 engine.check()
         except BaseException as error:
             failed.append(error)

@@ -4,7 +4,6 @@ the fewest; bad input; what is counted. Under the sanitizer, which knows their s
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +50,7 @@ from penstock.testing.tiny_models import (
 )
 from tests.cpu.engine.test_stress import crowd, random_request
 from tests.pure.lanes.lane_rules import Heard
+from tests.support.crowds import crowds
 from tests.support.driving import Collected, run_all, settle_all, submit, tiny_config
 from tests.support.forced import forced
 from tests.support.guesses import Guess
@@ -223,7 +223,7 @@ def test_tokens_are_the_same_with_tiers_and_contexts_that_do_not_fit(make: Make,
     assert stats.prompt_tokens["host"] > 0
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("PENSTOCK_CROWDS", "2"))))
+@pytest.mark.parametrize("seed", crowds(2))
 def test_a_random_crowd_gets_the_tokens_it_would_get_alone(
     make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

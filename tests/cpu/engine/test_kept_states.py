@@ -34,6 +34,7 @@ from penstock.sanitizer.report import Kind
 from penstock.testing.sanitized import build_sanitized
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support import contiguous_kv
+from tests.support.crowds import crowds
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 from tests.support.gates import gates
 
@@ -368,7 +369,7 @@ def test_the_state_of_a_step_that_failed_is_not_found(
     all_at_rest(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", crowds(1))
 def test_a_random_crowd_over_both_tiers_gets_the_tokens_of_each_request_alone(
     make_engine: MakeEngine, prompts: Prompts, seed: int
 ) -> None:

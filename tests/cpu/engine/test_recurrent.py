@@ -32,6 +32,7 @@ from penstock.testing.sanitized import build_sanitized
 from penstock.testing.tiny_models import TINY_QWEN3_5, write_tiny_model
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support import contiguous_kv
+from tests.support.crowds import crowds
 from tests.support.driving import Collected, block_bytes, generate, run_all, submit, tiny_config
 
 MakeEngine = Callable[..., Engine]
@@ -269,7 +270,7 @@ def test_a_step_that_fails_in_the_middle_of_its_layers_spoils_no_later_request(
         assert_right(engine, prompt, one, 12)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", crowds(2))
 def test_a_random_crowd_gets_the_tokens_of_each_request_alone(
     make_engine: MakeEngine, prompts: Prompts, seed: int
 ) -> None:

@@ -125,7 +125,7 @@ def drive(engine: Engine, stack: Haystack) -> Found:
     most = 0
     while engine.has_work():
         if not engine.step():
-            engine.wait_work(1.0)
+            engine.wait_work(0.01)
         engine.cache.loads.mover.drain(30.0)  # how long a copy takes here decides nothing either
         most = max(most, engine.cache.stats().slots["device"].active)
     assert answer.error is None and answer.events[0].scored
@@ -197,7 +197,7 @@ def run_until(engine: Engine, done: Callable[[], bool], turns: int = 5000) -> No
         if done():
             return
         if not engine.step():
-            engine.wait_work(0.05)
+            engine.wait_work(0.01)
     raise AssertionError("it did not come to that")
 
 
@@ -210,7 +210,7 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(
     deep = submit(engine, prompts(LONG), max_tokens=120)
     while engine.has_work():
         if not engine.step():
-            engine.wait_work(0.05)
+            engine.wait_work(0.01)
         running = engine.parts.scheduler.running.requests.get(deep.request_id)
         resident = None if running is None else placement_of(engine, deep).resident
         if running is None or resident is None or not resident._chosen:

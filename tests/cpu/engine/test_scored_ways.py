@@ -56,7 +56,7 @@ class Asked:
             answer = self.submit(engine)
             while engine.has_work():
                 if not engine.step():
-                    engine.wait_work(1.0)
+                    engine.wait_work(0.01)
                 engine.check()
         settle_all(engine)
         self.chunks = [chunk for plan in run.plans for chunk in plan.chunks]
@@ -154,7 +154,7 @@ def resumed(asked: Asked, engine: Engine | None = None) -> Collected:
         if len(answer.tokens) >= 3:
             break
         if not engine.step():
-            engine.wait_work(0.05)
+            engine.wait_work(0.01)
     scheduler = engine.parts.scheduler
     scheduler.retract(scheduler.running.requests[answer.request_id])
     run_all(engine)

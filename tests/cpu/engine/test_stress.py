@@ -3,7 +3,6 @@ it would get alone."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.cpu.engine.test_eagle_engine import write_random_eagle
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
 from tests.cpu.engine.test_tiers import overlap_from
+from tests.support.crowds import crowds
 from tests.support.driving import Collected, generate, settle_all, submit
 from tests.support.forced import ForcedDevice, forced
 from tests.support.guesses import Guess
@@ -79,8 +79,8 @@ def crowd(engine: Engine, rng: random.Random, asked: list[Asked]) -> list[tuple[
     return running
 
 
-SEEDS = range(int(os.environ.get("PENSTOCK_CROWDS", "6")))
-CROWDS = [*(("tiny-qwen3", seed) for seed in SEEDS), *(("tiny-qwen3-moe", seed) for seed in SEEDS[:4])]
+SEEDS = crowds(6)
+CROWDS = [*(("tiny-qwen3", seed) for seed in SEEDS), *(("tiny-qwen3-moe", seed) for seed in SEEDS[:2])]
 
 
 @pytest.mark.parametrize(("model", "seed"), CROWDS)

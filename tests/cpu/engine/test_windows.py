@@ -23,6 +23,7 @@ from penstock.models.registry import BUILT_IN
 from penstock.testing.sanitized import build_sanitized, check_silent
 from tests.cpu.engine.test_engine import check_at_rest
 from tests.support import contiguous_kv
+from tests.support.crowds import crowds
 from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
 from tests.support.forced import forced
 from tests.support.gates import gates
@@ -290,7 +291,7 @@ def test_requests_that_share_a_prefix_part_without_taking_what_was_promised(
         assert one.tokens == expected(engine, prompt, 100)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", crowds(1))
 def test_a_random_crowd_over_all_tiers_gets_the_tokens_of_each_request_alone(
     make: MakeEngine, prompts: Prompts, tmp_path: Path, seed: int
 ) -> None:

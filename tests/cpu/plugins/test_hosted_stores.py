@@ -8,8 +8,9 @@ import itertools
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Space
-from penstock.plugins.matches import Presence
+from penstock.observe import PoolObserver
+from penstock.plugins.events import DiskChanges
+from penstock.plugins.matches import Matches
 from penstock.plugins.options import TierOptions
 from penstock.plugins.tiers import HostedTiers, key_of, open_tiers
 from tests.store_servers import valkey_or_skip
@@ -27,9 +30,10 @@ from tests.support.servers import Valkey
 BLOCK_BYTES = 16 * 1024
 NUM_SLOTS = 64
 SOON_S = 60.0
+HANG_S = 5.0  # of a thread that waits for a lock
 PATIENT = {"remote_timeout_s": 30.0}
 KEYS = [key_of(b"%d" % number) for number in range(24)]
-HIT, MISS = Presence.HIT, Presence.MISS
+HIT, MISS = True, False
 
 
 def content(key: bytes) -> bytes:
@@ -39,9 +43,13 @@ def content(key: bytes) -> bytes:
 class Engine:
     """The memory of one engine, and the tiers under it."""
 
-    def __init__(self, digest: bytes = b"s" * 32, **options: Any) -> None:
+    def __init__(
+        self, digest: bytes = b"s" * 32, observer: PoolObserver | None = None, **options: Any
+    ) -> None:
         self.memory = bytearray(NUM_SLOTS * BLOCK_BYTES)
-        self.tiers: HostedTiers = open_tiers(TierOptions.of(options), Space(digest, BLOCK_BYTES), self.view)
+        given = TierOptions.of(options)
+        self.tiers: HostedTiers = open_tiers(given, Space(digest, BLOCK_BYTES), self.view, observer)
+        self.matches = Matches(self.tiers.tiers, given.remote_timeout_s)
         self._jobs = itertools.count()
         for tier in self.tiers.tiers:
             if isinstance(store := tier.calls.store, SsdStore):
@@ -58,21 +66,22 @@ class Engine:
 
     def read(self, keys: list[bytes]) -> list[bool]:
         self.memory[:] = bytes(len(self.memory))
-        self.tiers.read(job := next(self._jobs), keys, range(len(keys)), "reader")
+        self.tiers.read(job := next(self._jobs), keys, range(len(keys)))
         done = list(self.tiers.wait_finished(job, SOON_S).done)
         for slot, key in enumerate(keys):
             assert not done[slot] or self.view(slot) == content(key), "wrong bytes served"
-        self.tiers.release("reader")
         return done
 
-    def find(self, keys: list[bytes]) -> list[Presence]:
+    def find(self, keys: list[bytes]) -> list[bool | None]:
         until, owner = time.monotonic() + SOON_S, object()
-        while Presence.PENDING in (matches := [self.tiers.find(key, owner, "prompt") for key in keys]):
+        self.matches.take_in()
+        while None in (found := [self.matches.find(key, owner, "prompt") for key in keys]):
             assert time.monotonic() < until
-            self.tiers.ask()
+            self.matches.ask()
             self.tiers.settle()
-        self.tiers.release(owner)
-        return matches
+            self.matches.take_in()
+        self.matches.release(owner)
+        return found
 
     def wait_usable(self) -> None:
         until = time.monotonic() + SOON_S
@@ -111,6 +120,32 @@ def test_blocks_survive_the_process(tmp_path: Path) -> None:
     with engine(**options) as second:
         assert second.find(KEYS) == [HIT] * len(KEYS)
         assert all(second.read(KEYS))
+
+
+class AskingChanges(DiskChanges):
+    """Another thread looks for a block whenever one comes to the disk, while that holds the locks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look: Callable[[], object] = lambda: None
+        self.answers: list[list[object]] = []  # by block
+
+    def sealed(self, pool: str, slot: int, key: bytes) -> None:
+        found: list[object] = []
+        asking = threading.Thread(target=lambda: found.append(self.look()), daemon=True)
+        asking.start()
+        asking.join(HANG_S)
+        self.answers.append(list(found))
+
+
+def test_a_lookup_does_not_wait_for_a_write_that_holds_the_books(tmp_path: Path) -> None:
+    """Holds invariant 6: the scheduler's thread asks for thousands of blocks in a step."""
+    changes = AskingChanges()
+    with engine(ssd_dir=str(tmp_path / "kv"), ssd_gib=0.1, observer=changes) as host:
+        host.write(KEYS[:1])
+        changes.look = lambda: host.matches.find(KEYS[0], "request")
+        host.write(KEYS[1:3])
+    assert changes.answers[1:] == [[HIT], [HIT]]
 
 
 _WRITER = """

@@ -301,7 +301,7 @@ def test_a_disk_serves_any_number_of_ranks(tmp_path: Path) -> None:
         persisting = engine.cache.persist()
         while persisting is not None and not persisting.settled:
             if not engine.step():
-                engine.wait_work(0.05)
+                engine.wait_work(0.01)
         engine.close(timeout_s=20.0)
 
 

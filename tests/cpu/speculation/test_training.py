@@ -192,6 +192,6 @@ def test_numbers_that_cannot_be_are_refused(
 
 
 def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
-    sizes = words(steps=1, minutes=10, tokens=600, text_len=64, batch_tokens=256, max_batch=8)
+    sizes = words(steps=1, minutes=10, tokens=200, text_len=64, batch_tokens=256, max_batch=8)
     model = words(model="tiny-llama", load_format="dummy", device="cpu")
     assert main(["--out", str(tmp_path / "head"), *sizes, *model]) == 0

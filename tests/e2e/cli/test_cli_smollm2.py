@@ -11,7 +11,7 @@ import sys
 
 from penstock.cli import main
 
-SMALL = ("--device", "cpu", "--device-kv-blocks", "128", "--max-model-len", "1024")
+SMALL = ("--device", "cpu", "--weights", "int4", "--device-kv-blocks", "128", "--max-model-len", "1024")
 
 
 def test_generate_knows_the_capital_of_france(tmp_path):

@@ -323,7 +323,7 @@ def test_a_schema_is_compiled_in_the_engine_and_an_impossible_one_is_refused_bef
 # ----------------------------------------------------------------------------------------------------- crowds
 
 
-def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() -> None:
+def test_of_240_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() -> None:
     with running(*TINY, "--api-processes", "2", "--max-concurrent", "600", "--max-batch", "64") as server:
         port = int(server.url.rsplit(":", 1)[1])
 
@@ -351,11 +351,11 @@ def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() ->
             return answer
 
         async def all_of_them() -> list[bytes | None]:
-            return await asyncio.wait_for(asyncio.gather(*map(one, range(500))), DEADLINE_S * 3)
+            return await asyncio.wait_for(asyncio.gather(*map(one, range(240))), DEADLINE_S * 3)
 
         fronts = server.children("front")
         answers = [answer for answer in asyncio.run(all_of_them()) if answer is not None]
-        assert len(answers) == 334
+        assert len(answers) == 160
         assert all(
             b" 200 OK" in answer and b'"finish_reason":"length"' in answer and b"[DONE]" in answer
             for answer in answers
@@ -363,7 +363,7 @@ def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() ->
         server.assert_idle()
         assert [front.pid for front in fronts] == [front.pid for front in server.children("front")]
         statuses = {name: num for name, num in server.metrics().items() if "/v1/completions" in name}
-        assert sum(statuses.values()) == 500
+        assert sum(statuses.values()) == 240
         with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as session:  # all seats are back
             assert session.post("/v1/completions", json={**SHORT, "n": 128}).status_code == 200
 

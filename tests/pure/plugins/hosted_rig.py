@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from penstock.kv.tiers.cold import ColdLimits, ColdTier, cpu_lanes
-from penstock.plugins.matches import Presence
+from penstock.plugins.matches import Matches
 from penstock.plugins.tiers import Finished, HostedTiers, key_of
 from penstock.testing.stores import MemoryStore
 
@@ -54,10 +54,9 @@ class Rig:
         self.stores = stores
         limit = ColdLimits(group_bytes=2 * BLOCK_BYTES, **limits)  # type: ignore[arg-type]
         self.tiers = HostedTiers(
-            [ColdTier(store, cpu_lanes(store), self.view, ("host", 1), limit) for store in stores],
-            patience_s,
-            persist_s,
+            [ColdTier(store, cpu_lanes(store), self.view, ("host", 1), limit) for store in stores], persist_s
         )
+        self.matches = Matches(self.tiers.tiers, patience_s)
         self._jobs = itertools.count()
         self._slots = itertools.count()
 
@@ -72,31 +71,34 @@ class Rig:
         self.tiers.write(job, keys, slots)
         return job
 
-    def submit_read(self, keys: Sequence[bytes], owner: str | None = None) -> tuple[int, list[int]]:
+    def submit_read(self, keys: Sequence[bytes]) -> tuple[int, list[int]]:
         slots, job = self._take(len(keys)), next(self._jobs)
-        self.tiers.read(job, keys, slots, owner)
+        self.tiers.read(job, keys, slots)
         return job, slots
 
     def write(self, keys: Sequence[bytes]) -> Finished:
         return self.tiers.wait_finished(self.submit_write(keys), SOON_S)
 
-    def read(self, keys: Sequence[bytes], owner: str | None = None) -> list[bool]:
+    def read(self, keys: Sequence[bytes]) -> list[bool]:
         """What is done is also byte for byte what was written."""
-        job, slots = self.submit_read(keys, owner)
+        job, slots = self.submit_read(keys)
         finished = self.tiers.wait_finished(job, SOON_S)
         for key, slot, done in zip(keys, slots, finished.done, strict=True):
             assert not done or self.view(slot) == content(key), "wrong bytes served"
         return list(finished.done)
 
-    def find(self, keys: Sequence[bytes], owner: str = "request", chain: str | None = None) -> list[Presence]:
+    def find(
+        self, keys: Sequence[bytes], owner: str = "request", chain: str | None = None
+    ) -> list[bool | None]:
         """As an engine does that looks once in each step, until nothing is pending."""
         until = time.monotonic() + SOON_S
         while True:
-            matches = [self.tiers.find(key, owner, chain or key) for key in keys]
-            if Presence.PENDING not in matches:
-                return matches
+            self.matches.take_in()
+            found = [self.matches.find(key, owner, chain or key) for key in keys]
+            if None not in found:
+                return found
             assert time.monotonic() < until, "the question was never answered"
-            self.tiers.ask()
+            self.matches.ask()
             self.tiers.settle()
 
     def _take(self, num: int) -> list[int]:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.plugins.matches import Presence
 from penstock.testing.stores import MemoryStore
 from tests.pure.plugins.hosted_rig import BLOCK_BYTES, KEYS, SOON_S, LocalStore, Make, make
 
 __all__ = ["make"]
 
-HIT, MISS, PENDING = Presence.HIT, Presence.MISS, Presence.PENDING
+HIT, MISS, PENDING = True, False, None
 
 
 # -------------------------------------------------------------------------------------------------- questions
@@ -21,7 +20,7 @@ HIT, MISS, PENDING = Presence.HIT, Presence.MISS, Presence.PENDING
 def test_a_disk_answers_at_once(make: Make) -> None:
     rig = make(LocalStore())
     rig.write(KEYS[:2])
-    assert [rig.tiers.find(key, "request", None) for key in KEYS[:3]] == [HIT, HIT, MISS]
+    assert [rig.matches.find(key, "request", None) for key in KEYS[:3]] == [HIT, HIT, MISS]
 
 
 def test_a_shared_store_is_asked_once_for_a_chain_of_keys(make: Make) -> None:
@@ -42,10 +41,10 @@ def test_keys_that_are_no_chain_are_answered_each_for_itself(make: Make) -> None
 def test_a_question_to_a_slow_store_does_not_block(make: Make) -> None:
     rig = make(store := MemoryStore())
     store.gate.hold("find")
-    assert rig.tiers.find(KEYS[0], "request") is PENDING
-    rig.tiers.ask()
+    assert rig.matches.find(KEYS[0], "request") is PENDING
+    rig.matches.ask()
     store.gate.wait_came()
-    assert rig.tiers.find(KEYS[0], "request") is PENDING  # while the store is asked
+    assert rig.matches.find(KEYS[0], "request") is PENDING  # while the store is asked
     store.gate.let()
     assert rig.find(KEYS[:1]) == [MISS]
 
@@ -64,22 +63,22 @@ def test_an_answer_stays_until_the_request_is_released(make: Make) -> None:
     assert rig.find(KEYS[:1]) == [MISS]
     other.write(KEYS[:1])
     assert rig.find(KEYS[:1]) == [MISS]
-    rig.tiers.release("request")
+    rig.matches.release("request")
     assert rig.find(KEYS[:1]) == [HIT]
 
 
 def test_what_this_process_wrote_is_not_asked_for(make: Make) -> None:
     rig = make(store := MemoryStore())
     rig.write(KEYS[:2])
-    assert [rig.tiers.find(key, "request") for key in KEYS[:2]] == [HIT, HIT]
+    assert [rig.matches.find(key, "request") for key in KEYS[:2]] == [HIT, HIT]
     assert "find" not in store.calls
 
 
 def test_questions_of_a_released_request_are_not_sent(make: Make) -> None:
     rig = make(store := MemoryStore())
-    assert rig.tiers.find(KEYS[0], "request") is PENDING
-    rig.tiers.release("request")
-    rig.tiers.ask()
+    assert rig.matches.find(KEYS[0], "request") is PENDING
+    rig.matches.release("request")
+    rig.matches.ask()
     rig.tiers.drain(SOON_S)
     assert "find" not in store.calls
 
@@ -88,8 +87,16 @@ def test_a_broken_store_is_a_miss_without_being_asked(make: Make) -> None:
     rig = make(store := MemoryStore())
     store.die()
     assert rig.find(KEYS[:1], "first") == [MISS]
-    assert rig.tiers.find(KEYS[0], "second") is MISS
+    assert rig.matches.find(KEYS[0], "second") is MISS
     assert store.calls.count("find") == 1
+
+
+def test_a_broken_disk_has_nothing_from_the_next_step_on(make: Make) -> None:
+    rig = make(disk := LocalStore())
+    rig.write(KEYS[:1])
+    disk.die()
+    assert rig.read(KEYS[:1]) == [False]
+    assert rig.find(KEYS[:1]) == [MISS]
 
 
 def test_leading_keys_are_counted_over_both_tiers(make: Make) -> None:
@@ -142,7 +149,8 @@ def test_a_request_does_not_find_again_what_could_not_be_read(make: Make) -> Non
     rig = make(disk)
     rig.write(KEYS[:2])
     disk.fails.add(KEYS[0])
-    assert rig.read(KEYS[:2], owner="request") == [False, True]
+    assert rig.read(KEYS[:2]) == [False, True]
+    rig.matches.give_up("request", KEYS[:1])
     assert rig.find(KEYS[:2], "request") == [MISS, HIT]
     assert rig.find(KEYS[:2], "another") == [HIT, HIT]
 
@@ -152,9 +160,8 @@ def test_a_job_is_not_finished_while_the_store_may_touch_its_slots(make: Make) -
     rig = make(far := MemoryStore())
     rig.write(KEYS[:1])
     far.gate.hold("read")
-    job, _ = rig.submit_read(KEYS[:1], "request")
+    job, _ = rig.submit_read(KEYS[:1])
     far.gate.wait_came()
-    rig.tiers.release("request")  # its request has gone
     assert rig.tiers.settle() == []
     with pytest.raises(DeadlineExceeded):
         rig.tiers.wait_finished(job, 0.01)
@@ -232,11 +239,8 @@ def test_what_was_written_to_a_disk_is_made_durable_after_a_while(make: Make) ->
 # -------------------------------------------------------------------------------------------------------- end
 
 
-def test_a_reset_forgets_blocks_and_answers(make: Make) -> None:
+def test_a_reset_forgets_blocks(make: Make) -> None:
     rig = make(disk := LocalStore(), far := MemoryStore())
-    rig.write(KEYS[:2])
-    disk.lose()
-    assert rig.find(KEYS[:2]) == [HIT, HIT]  # an answer of the store
     rig.write(KEYS[:2])
     rig.tiers.reset("reset")
     assert rig.tiers.wait_finished("reset", SOON_S).whole

@@ -62,7 +62,7 @@ def make() -> Iterator[Make]:
         def tiers(space: Space, view: Callable[[int], memoryview]) -> HostedTiers:
             limit = ColdLimits(group_bytes=4 * PLANE, **limits)
             return HostedTiers(
-                [ColdTier(store, cpu_lanes(store), view, ("host", 1), limit) for store in stores], SOON_S, 1e9
+                [ColdTier(store, cpu_lanes(store), view, ("host", 1), limit) for store in stores], 1e9
             )
 
         opened.append((PlanarBlocks(format, tiers, SOON_S, 4 * PLANE), stores))

@@ -94,6 +94,34 @@ def test_a_partial_load_names_what_came_where_the_version_asks(rig: VllmRig) -> 
     assert rig.lookup([KEYS[1]]) == [rig.results.MISS]
 
 
+def test_a_request_does_not_look_again_for_what_could_not_be_loaded(far: MemoryStore, model: Path) -> None:
+    """Otherwise it would find and load the same bad block for ever."""
+    with fake_vllm() as plugin:
+        rig = VllmRig(plugin, NEWEST, model, remote="valkey://x", remote_timeout_s=SOON_S)
+        hit, miss = rig.results.HIT, rig.results.MISS
+        rig.store(KEYS[:2])
+        far.fails.update(list(far.blocks)[:1])
+        assert rig.lookup(KEYS[:2]) == [hit, hit]
+        assert rig.load(KEYS[:2]).successful_keys == KEYS[1:2]
+        assert rig.lookup(KEYS[:2]) == [miss, hit]
+        assert rig.lookup(KEYS[:2], "another") == [hit, hit]
+        rig.tier.shutdown()
+
+
+def test_blocks_that_were_loaded_outlive_a_stream_of_others(model: Path, tmp_path: Path) -> None:
+    """Also if the version does not tell a tier of blocks that are used."""
+    with fake_vllm() as plugin:
+        options = {"ssd_dir": str(tmp_path / "kv"), "ssd_gib": 40 * SLOT_BYTES / (1 << 30)}
+        rig = VllmRig(plugin, NEWEST, model, **options)
+        rig.store(KEYS[:4])
+        assert rig.load(KEYS[:4]).success
+        for first in range(100, 135, 5):
+            rig.store([vllm_key(number) for number in range(first, first + 5)])
+        assert rig.lookup([vllm_key(100)]) == [rig.results.MISS]
+        assert rig.lookup(KEYS[:4]) == [rig.results.HIT] * 4
+        rig.tier.shutdown()
+
+
 def test_the_entry_point_registers_the_tier_once(plugin: ModuleType) -> None:
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

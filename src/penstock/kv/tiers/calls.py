@@ -327,8 +327,8 @@ class KnownKeys:
         self._keys: OrderedDict[bytes, None] = OrderedDict()  # least recently seen first
 
     def has_each(self, keys: Iterable[bytes]) -> list[bool]:
-        with self._lock:
-            return [key in self._keys for key in keys]
+        """Takes no lock: a key that comes or goes meanwhile may count as either."""
+        return [key in self._keys for key in keys]
 
     def note(self, keys: Sequence[bytes], outcomes: Sequence[Outcome], num_cleared: int) -> None:
         """Outcomes of a call that began when `num_cleared` had this value."""

@@ -345,13 +345,10 @@ class ColdTier:
                 raise
         return finding
 
-    def has(self, key: bytes) -> bool:
-        """Of a local store that knows its keys: a fraction of what `find` costs. The block does not count as
-        used."""
-        return self.usable and self._books.has_each((key,))[0]
-
     @cached_property
-    def _books(self) -> PinningStore:
+    def books(self) -> PinningStore:
+        """Of a local store that knows its keys. A question to them costs a fraction of `find`, and blocks do
+        not count as used."""
         store = self.calls.store
         if not isinstance(store, PinningStore):
             raise InvariantBroken(f"the {self.name} store cannot say which keys it has")

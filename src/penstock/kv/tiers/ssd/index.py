@@ -102,9 +102,10 @@ class SlotIndex:
             return num
 
     def find_each(self, keys: Keys) -> list[int]:
-        """The slot of each key, or ABSENT."""
-        with self._lock:
-            return self._pool.find_each(keys)
+        """The slot of each key, or ABSENT. Takes no lock, for threads that must not wait: a block that comes
+        or goes meanwhile may count as either."""
+        slot_of = self._pool.index.slot_of
+        return [slot_of.get(key, ABSENT) for key in keys]
 
     # ------------------------------------------------------------------------------------------------ reading
 
