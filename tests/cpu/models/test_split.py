@@ -78,6 +78,8 @@ MODELS = {
         routing=Routing(4, 2, 32, normalised=True, shared_ffn=48),
     ),
 }
+FUSED_MODULES = ("qkv_proj", "gate_up_proj", "in_proj_qkvz", "in_proj_ba")
+MODULES = (*ALL_MODULES, *FUSED_MODULES, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 ALL_HEADS = {"olmo2", "olmo2 with biases", "olmo3"}  # normalised together
 
 
@@ -173,10 +175,8 @@ def test_parts_together_compute_the_logits_of_the_whole(name: str, size: int, tm
         with pytest.raises(ModelError, match=f"--tensor-parallel {size} must divide the heads"):
             loaded(source, Ranks(size), Split(0, size))
         return
-    adapter, dims = None, MODELS[name]
-    if dims.recurrence is None:
-        modules = (*ALL_MODULES, "qkv_proj", "gate_up_proj")
-        adapter = write_adapter(tmp_path / "adapter", adapter_tensors(dims, 1, modules=modules))
+    tensors = adapter_tensors(MODELS[name], 1, modules=MODULES)
+    adapter = write_adapter(tmp_path / "adapter", tensors)
     whole = logits(source, adapter)
     for part in in_parts(source, size, adapter):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)

@@ -62,8 +62,9 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 HYBRID = replace(
     TINY_QWEN3_5,
     architecture="qwen3_next",
+    num_layers=2,
     routing=Routing(4, 2, 32, normalised=True, shared_ffn=48),
-    recurrence=Recurrence((0, 1, 2), 2, 4, 16, 16, window=4, interleaved=True),
+    recurrence=Recurrence((0,), 2, 4, 16, 16, window=4, interleaved=True),
 )
 # Windows and a state for each row: models that the scheduler treats in another way.
 WINDOWS = replace(TINY_GEMMA3, num_layers=3, windows=(40, 0, 40), other_rope=OtherRope((0, 2), 1000.0))
@@ -80,10 +81,9 @@ def pair(
 ) -> Iterator[tuple[Engine, Engine]]:
     """One rank, and two."""
     dims, settings = PAIRS[request.param]
-    directory, lora = None, None
-    if dims is None:
-        lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), TINY_QWEN3, seed=9)
-    else:
+    directory = None
+    lora = write_random_adapter(tmp_path_factory.mktemp("adapter"), dims or TINY_QWEN3, seed=9)
+    if dims is not None:
         tensors = tiny_tensors(dims) | ({} if dims.recurrence is None else shipped_tensors(dims))
         directory = write_tiny_model(tmp_path_factory.mktemp("model"), dims, tensors=tensors)
     engines = [build_ranks(size, **SIZES | settings, directory=directory, lora=lora) for size in (1, 2)]
@@ -157,12 +157,13 @@ def test_a_prefix_returns_from_the_host_memory_of_every_rank(pair: tuple[Engine,
     assert found.source is not None and found.source.host >= 112
 
 
+@pytest.mark.parametrize("pair", ["qwen3", "hybrid"], indirect=True)
 def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[Engine, Engine]) -> None:
     answers = []
     for engine in pair:
         before = engine.stats().retractions
         asked = [
-            submit(engine, prompt(100, seed=200 + i), salt="tight", max_tokens=70, temperature=0.5, seed=i)
+            submit(engine, prompt(100, seed=200 + i), salt="tight", max_tokens=50, temperature=0.5, seed=i)
             for i in range(5)
         ]
         run_all(engine)
@@ -173,7 +174,7 @@ def test_requests_that_do_not_fit_together_are_retracted_and_resume(pair: tuple[
         assert_same(found, right)
 
 
-@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("pair", ["qwen3", "hybrid"], indirect=True)
 def test_adapters_are_divided_as_the_model_is(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
     """Loaded, replaced and unloaded while requests run, in steps with other adapters and with none."""
     dims = pair[0].parts.executor.target.model.config
