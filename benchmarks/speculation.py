@@ -4,7 +4,7 @@ second plain engine: what differs by chance.
 
     python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json
     python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json FILE
-    python benchmarks/speculation.py --model LARGE.gguf --proposers plain,draft:SMALL.gguf --kinds code
+    python benchmarks/speculation.py --model LARGE.gguf --proposers draft:SMALL.gguf --kinds code --drafts 2
     python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --kinds loops
     python benchmarks/speculation.py --device cuda --proposers plain,mtp,again --batches 8,32 --formed 2
     python benchmarks/speculation.py --shown FILE --plot docs/pictures/speculation-h200.svg
@@ -188,7 +188,7 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
         KvConfig(device_gib=args.device_kv_gib),
         EngineConfig(max_batch=max(args.batches)),
         OffloadConfig(enabled=False),
-        speculation=SpeculationConfig(proposer),
+        speculation=SpeculationConfig(proposer, (args.drafts or None) if proposer else None),
     )
     return build(config)
 
@@ -346,6 +346,7 @@ def main() -> None:
         tokens=([128], "of each answer"),
         rounds=(5, "of each case"),
         formed=(0, "requests of each batch that write JSON by a schema"),
+        drafts=(0, "of a request and step, at most; 0: the proposer's default"),
         device_kv_gib=(1.0, "device memory for KV"),
         machine=(platform.machine(), "its name, for the file and the picture"),
     )
