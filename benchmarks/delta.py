@@ -44,7 +44,7 @@ DECODES = (1, 8, 32, 128, 256)
 PROMPTS = ((2048,), (8192,), (1024,) * 8, (4096, 2048, 1024, 512, 256, 128, 64, 64))
 # other launches than those that the engine has, one after the other
 OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
-    *(("PREPARE", {"num_warps": warps}) for warps in (2, 4)),
+    *(("PREPARE", {"num_warps": warps}) for warps in (2, 8)),
     *(
         ("CARRY", {"VALUES": values, "num_warps": warps, "num_stages": stages})
         for values, warps, stages in itertools.product((16, 32, 64), (4, 8), (1, 2))

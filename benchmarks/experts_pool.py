@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -111,9 +112,11 @@ def pool(args: argparse.Namespace) -> list[Row]:
             print(f"{name}, {share:g} %: built in {time.perf_counter() - started_s:.0f} s", flush=True)
             driver, device = Driver(engine, config), engine.parts.arena.device
             link = link_rate(device)
-            found = [decode(driver, batch, args.written) for batch in args.batches]
-            found += [prompt(driver, tokens) for tokens in args.prompts]
-            for row in found:
+            measured = (
+                *(partial(decode, driver, batch, args.written) for batch in args.batches),
+                *(partial(prompt, driver, tokens) for tokens in args.prompts),
+            )
+            for row in (measure() for measure in measured):
                 if share == 100:
                     whole[row["what"]] = row["ms"]
                 row |= {"routing": name, "share": share, "link_gb_s": link / 1e9}
@@ -121,7 +124,7 @@ def pool(args: argparse.Namespace) -> list[Row]:
                 row["limit_ms"] = max(row["link_ms"], whole.get(row["what"], 0.0))
                 row["times"] = row["ms"] / row["limit_ms"] if row["limit_ms"] else float("nan")
                 print(row, flush=True)
-            rows += found
+                rows.append(row)
             engine.close(timeout_s=120.0)
             del engine, driver
     return rows
@@ -158,19 +161,21 @@ def figures(engine: Engine) -> ExpertFigures:
 
 
 def decode(driver: Driver, batch: int, written: int) -> Row:
-    """The median step in which every request gets a token, the second time; bytes are the mean of them."""
-    for run in range(2):
-        for tokens in driver.prompts(batch, 128, 1, batch, run):
-            driver.submit(tokens, written + 2 * batch)
-        while driver.turn()[1:] != (batch, 0):
-            pass
-        times, before, start_s = list[float](), figures(driver.engine), time.perf_counter()
-        while len(times) < written - 8:
-            turn = driver.turn()
-            times.append(turn.end_s - start_s)
-            start_s = turn.end_s
-        after = figures(driver.engine)
-        driver.run_all()
+    """The median step in which every request gets a token, behind a few that warm up; bytes are the mean of
+    them. A step of many requests copies gigabytes, so fewer are measured."""
+    for tokens in driver.prompts(batch, 128, 1, batch):
+        driver.submit(tokens, written)
+    while driver.turn()[1:] != (batch, 0):
+        pass
+    for _ in range(8):
+        driver.turn()
+    times, before, start_s = list[float](), figures(driver.engine), time.perf_counter()
+    while len(times) < max(8, (written - 16) // batch):
+        turn = driver.turn()
+        times.append(turn.end_s - start_s)
+        start_s = turn.end_s
+    after = figures(driver.engine)
+    driver.run_all()
     return of_steps(f"decode, batch {batch}", median(times) * 1e3, before, after, len(times))
 
 

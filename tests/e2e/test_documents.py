@@ -1,6 +1,6 @@
 """The documents are tried: every command and program of a page is run, in order, as it stands there. CI runs
-the README and the first steps; `make docs-check` runs all pages. What is not run has a mark with the reason,
-which tests/pure/test_docs.py checks."""
+the README; `make docs-check` runs all pages. What is not run has a mark with the reason, which
+tests/pure/test_docs.py checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.documents import ROOT, Page, blocks, documents, started
 
-IN_CI = ("README.md", "docs/deep-context.md")
+IN_CI = ("README.md",)
 PAGES = [
     page
     for page, text in documents().items()

@@ -31,7 +31,7 @@ STEP_VALUES = 32  # values of a head per program of a step: more programs than h
 GATES = 256  # values per program
 NORM_HEADS = 8  # heads per program
 # Launches of the kernels for prompts. VALUES: of a head per program.
-PREPARE = {"num_warps": 8, "num_stages": 1}
+PREPARE = {"num_warps": 4, "num_stages": 1}
 CARRY = {"num_warps": 8, "num_stages": 1, "VALUES": 32}
 READ = {"num_warps": 4, "num_stages": 1, "VALUES": 64}
 # Products of float32 on tensor cores. In three of less precision they are as exact as sums in float32 are;

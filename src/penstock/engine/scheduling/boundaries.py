@@ -136,7 +136,7 @@ class AtBoundaries(Placement):
                 return False
         if self._last(waiting) > num:
             self._expect(life, kept, self._last(waiting))
-        num_parting = self._whole(num_known)
+        num_parting = num_known - num_known % self._unit
         if num_parting - num >= _LEAST_SHARED and keys[num_known - 1] not in self._ended:
             self._expect(life, kept, num_parting)
         self._kept[life] = kept
@@ -145,10 +145,8 @@ class AtBoundaries(Placement):
     def _last(self, waiting: WaitingRequest) -> int:
         """The last boundary of a prompt, in blocks, that the next one of its conversation has, too."""
         back = _SETBACK_TOKENS if waiting.num_tokens >= _LONG_TOKENS else 1
-        return self._whole((waiting.num_tokens - back) // self._ledger.block_tokens)
-
-    def _whole(self, num_blocks: int) -> int:
-        return num_blocks // self._unit * self._unit
+        num = (waiting.num_tokens - back) // self._ledger.block_tokens
+        return num - num % self._unit
 
     def enter(self, running: RunningRequest) -> None:
         kept = self._young[running.life] = self._kept[running.life]
@@ -165,8 +163,8 @@ class AtBoundaries(Placement):
                 kept.compared.clear()
             elif waiting not in kept.compared and life.prefix is not None and life.request.may_match:
                 kept.compared.add(waiting)
-                num, num_planned = _num_common(keys, life.prefix.keys), running.num_planned // size
-                num = self._whole(min(num, kept.num_shared // size))
+                num = min(_num_common(keys, life.prefix.keys), kept.num_shared // size)
+                num, num_planned = num - num % self._unit, running.num_planned // size
                 if num - num_planned >= _LEAST_SHARED:
                     self._expect(life, kept, num)
 
