@@ -398,7 +398,8 @@ def _storage(setup: _Setup, models: _Models) -> Opened:
     digest = b"" if models.proposer is None else models.proposer.digest
     stored = sizing.layout_for(setup.config, models.loaded.dims, setup.device, models.own_dims)
     scope = _scope(models.target, stored, digest)
-    moves = setup.ranks.moves(models.loaded.dims, stored)
+    states = sizing.state_layout(setup.config, models.loaded.dims)
+    moves = setup.ranks.moves(models.loaded.dims, stored, states)
     at = Device(setup.device, models.num_blocks, moves)
     storage = open_cache(setup.config, models.group, scope, at, setup.observers)
     setup.undo.callback(_close, storage.cache.close)
@@ -527,20 +528,20 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
         setup.threads.wait_first_look()
     models = _models(setup)
     group, (num_blocks, num_states) = models.group, ranks.host_slots
-    hosts = (
-        _follower_host(setup, group.layout, num_blocks, ranks.host_file),
-        None if group.states is None else _follower_host(setup, group.states, num_states, name=KEPT_STATES),
-    )
+    host = _follower_host(setup, group.layout, num_blocks, ranks.host_files[0], "host")
+    states = None
+    if group.states is not None:
+        states = _follower_host(setup, group.states, num_states, ranks.host_files[1], KEPT_STATES)
     arena = DeviceArena(group.layout, models.num_blocks, setup.device)
-    executor = _follower_executor(setup, ranks, models, (arena, *hosts))
+    executor = _follower_executor(setup, ranks, models, (arena, host, states))
     if setup.device.type == "cuda":
         cuda.wait_set_up(setup.device)
         warm.capture_all(executor, silent)
-    return FollowerParts(executor, setup.lanes, arena, *hosts, observers)
+    return FollowerParts(executor, setup.lanes, arena, host, states, observers)
 
 
 def _follower_host(
-    setup: _Setup, layout: BlockLayout | StateLayout, num_slots: int, file: int = -1, name: str = "host"
+    setup: _Setup, layout: BlockLayout | StateLayout, num_slots: int, file: int, name: str
 ) -> HostArena | None:
     if not num_slots:
         return None

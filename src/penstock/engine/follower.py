@@ -1,5 +1,5 @@
 """A rank other than 0: launches the steps and copies that rank 0 announces, and decides nothing. Owns the
-order in which it does both. It is a process: `python -m penstock.engine.follower SOCKET MEMORY`."""
+order in which it does both. It is a process: `python -m penstock.engine.follower SOCKET BLOCKS STATES`."""
 
 from __future__ import annotations
 
@@ -68,12 +68,10 @@ class CopyLane:
         try:
             for fence in after:
                 self._lane.wait(fence)
-            accesses = (
-                Access(self._source.name, order.sources, order.layers, Mode.READ),
-                Access(self._dest.name, order.dests, order.layers, Mode.WRITE),
-            )
-            copy = partial(self._copier.copy, order.sources, order.dests, order.layers)
-            self._lane.submit(copy, accesses, label="copy").wait_done()
+            if len(order.sources):
+                self._copy(order)
+            else:  # rank 0 waits for the steps alone
+                self._lane.record().wait_passed()
             error = ""
         except InvariantBroken as broken:  # a defect: the engine stops
             self._ranks.failed(broken)
@@ -82,6 +80,14 @@ class CopyLane:
             error = f"{type(raised).__name__}: {raised}"
         self.over = self._lane.record()  # before rank 0 can reuse either end
         self._ranks.copied(order.number, error)
+
+    def _copy(self, order: CopyOrder) -> None:
+        accesses = (
+            Access(self._source.name, order.sources, order.layers, Mode.READ),
+            Access(self._dest.name, order.dests, order.layers, Mode.WRITE),
+        )
+        copy = partial(self._copier.copy, order.sources, order.dests, order.layers)
+        self._lane.submit(copy, accesses, label="copy").wait_done()
 
 
 class Follower:
@@ -155,17 +161,21 @@ def check_alike(config: Config, other: Config) -> None:
                 raise ConfigError(f"rank 0 has {name}={theirs[part][name]!r}, this rank {value!r}")
 
 
-def _joined(wire: RankWire, setup: Mapping[str, Any], store: Any, config: Config, file: int) -> Followed:
+def _joined(
+    wire: RankWire, setup: Mapping[str, Any], store: Any, config: Config, files: tuple[int, int]
+) -> Followed:
     """The channels to the other ranks."""
     split, timeout_s = Split(setup["rank"], config.ranks.size), config.ranks.timeout_s
     group = process_group(store, split, timeout_s, setup["backend"], setup["host"])
     # the end of a rank is rank 0's to explain
-    return Followed(wire, Collectives(group, split, lambda: None), timeout_s, file)
+    return Followed(wire, Collectives(group, split, lambda: None), timeout_s, files)
 
 
-def follow(wire: RankWire, store: Any = None, own: Config | None = None, file: int = -1) -> None:
-    """Until rank 0 ends it. `own`: the flags of this rank, if a launcher gave it some. `file`: of the host
-    memory that it shares with rank 0."""
+def follow(
+    wire: RankWire, store: Any = None, own: Config | None = None, files: tuple[int, int] = (-1, -1)
+) -> None:
+    """Until rank 0 ends it. `own`: the flags of this rank, if a launcher gave it some. `files`: of the host
+    memory that it shares with rank 0, for blocks and for kept states."""
     setup = wire.receive().fields
     try:
         if setup["version"] != __version__:
@@ -176,7 +186,7 @@ def follow(wire: RankWire, store: Any = None, own: Config | None = None, file: i
             config = replace(config, source=own.source)
         wire.send(MessageKind.READY)
         store = store or file_store(setup["store"], config.ranks.size)
-        ranks = _joined(wire, setup, store, config, file)
+        ranks = _joined(wire, setup, store, config, files)
         follower = Follower(build_follower(config, ranks), ranks)
         ranks.wait_built()
         follower.run()
@@ -205,7 +215,7 @@ def main() -> None:
     try:
         wire = RankWire(socket.socket(fileno=int(sys.argv[1])), JOIN_S)
         wire.send(MessageKind.JOIN)
-        follow(wire, file=int(sys.argv[2]))
+        follow(wire, files=(int(sys.argv[2]), int(sys.argv[3])))
         code = 0
     except Exception as error:
         log.warning("this rank cannot go on: %s", error)

@@ -27,12 +27,6 @@ def for_recurrent(config: Config, dims: ModelConfig) -> Config:
         return config
     if config.source.deterministic:
         raise ConfigError("--deterministic is not supported with a model that has recurrent layers")
-    has_stores = config.offload.ssd_dir is not None or config.offload.remote is not None
-    if has_stores and config.ranks.size > 1:
-        raise ConfigError(
-            "--kv-offload-ssd-dir and --kv-offload-remote are not supported with --tensor-parallel and a "
-            "model that has recurrent layers"
-        )
     if config.offload.enabled:
         return replace(config, offload=_with_distance(config.offload, config.kv.block_tokens))
     if config.kv.events:

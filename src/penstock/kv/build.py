@@ -79,7 +79,8 @@ class Moves(NamedTuple):
     overlaps: bool = True  # a step may begin over the first layers of a load
     # what stores have of a block, if that is more than this process has
     stored: BlockLayout | None = None
-    # a store of whole blocks as one of the blocks in an arena
+    stored_states: StateLayout | None = None  # the same of kept states
+    # a store of whole blocks, or states, as one of those in an arena
     through: Callable[[BlockStore, HostArena], BlockStore] = lambda store, arena: store
 
 
@@ -127,7 +128,7 @@ def open_cache(
     num_cached = (num_blocks + host_arena.num_slots) * layout.block_tokens
     state_arena = _state_arena(config, group, device, num_cached)
     # may raise; before anything runs
-    stored = replace(group, layout=moves.stored or layout)
+    stored = replace(group, layout=moves.stored or layout, states=moves.stored_states or group.states)
     stores, state_stores = _open_both(config, scope, stored, reports)
     host = _open_host(config, host_arena, device, observers)
     movers = make_movers(arena, host_arena, observers, checks, moves.make_mover)
@@ -137,6 +138,7 @@ def open_cache(
     events = None if reports is None else _open_events(reports, group, stores)
     states = None
     if state_arena is not None:
+        state_stores = [moves.through(one, state_arena) for one in state_stores]
         states = _open_states(config, state_stores, state_arena, tiers.loads.costs, observers)
     cache = KvCache(pool, scope, config.kv.prefix_cache, tiers, group.rule_with(states), events)
     return Opened(cache, arena, guard, host_arena, state_arena)

@@ -85,18 +85,34 @@ def part_of(config: ModelConfig, split: Split) -> ModelConfig:
         routing = replace(
             routing, ffn=share(routing.ffn, split).room, shared_ffn=share(routing.shared_ffn, split).room
         )
-    if dims is not None:
-        num_keys = share(dims.num_key_heads, split).room
-        shared = dims.num_value_heads // dims.num_key_heads
-        dims = replace(dims, num_key_heads=num_keys, num_value_heads=num_keys * shared)
     return replace(
         config,
         num_heads=heads.query.room,
         num_kv_heads=heads.kv.room,
         ffn=share(config.ffn, split).room,
         routing=routing,
-        recurrence=dims,
+        recurrence=None if dims is None else divided(dims, split),
     )
+
+
+def divided(dims: Recurrence, split: Split) -> Recurrence:
+    """The dimensions of one rank's part of the states."""
+    num_keys, shared = share(dims.num_key_heads, split).room, dims.num_value_heads // dims.num_key_heads
+    return replace(dims, num_key_heads=num_keys, num_value_heads=num_keys * shared)
+
+
+class RecurrentSections(NamedTuple):
+    """What one rank has of a layer with a state."""
+
+    channels: tuple[Section, ...]  # of the convolution: q, k and v
+    heads: Section  # value heads
+
+
+def recurrent_sections(dims: Recurrence, split: Split) -> RecurrentSections:
+    keys = share(dims.num_key_heads, split)
+    k, v = (keys.times(width // dims.num_key_heads) for width in (dims.key_width, dims.out_width))
+    heads = keys.times(dims.num_value_heads // dims.num_key_heads)
+    return RecurrentSections((k, k.after(dims.key_width), v.after(2 * dims.key_width)), heads)
 
 
 class Cut(NamedTuple):
@@ -176,13 +192,13 @@ def cut_of(
 
 def _recurrent_cut(part: tuple[str, int], shape: tuple[int, ...], dims: Recurrence, split: Split) -> Cut:
     """The same for a layer with a state. `part`: its tensor, and which of that one's parts."""
-    keys = share(dims.num_key_heads, split)
-    k, v = (keys.times(width // dims.num_key_heads) for width in (dims.key_width, dims.out_width))
+    own = recurrent_sections(dims, split)
     if part[0] == "out":
-        return Cut((Section(0, shape[0], shape[0]),), v)
+        return Cut((Section(0, shape[0], shape[0]),), own.heads.times(dims.value_dim))
     if part == ("conv", 0) or (part == ("qkv", 0) and not dims.interleaved):
-        return Cut((k, k.after(dims.key_width), v.after(2 * dims.key_width)))
-    return Cut((keys.times(shape[0] // dims.num_key_heads),))  # key head by key head
+        return Cut(own.channels)
+    # key head by key head
+    return Cut((share(dims.num_key_heads, split).times(shape[0] // dims.num_key_heads),))
 
 
 Pieces = Callable[[int], Iterable[tuple[slice, Tensor]]]  # of a part: ranges of its rows, and their values

@@ -74,13 +74,15 @@ class FollowedAdapters:
 class Followed:
     """`Ranks` on a rank that is not 0. `next` is for one thread, `copied` for any."""
 
-    def __init__(self, wire: RankWire, together: Collectives, timeout_s: float, file: int) -> None:
-        """`file`: of the host memory that rank 0 may want to share; -1: none."""
+    def __init__(
+        self, wire: RankWire, together: Collectives, timeout_s: float, files: tuple[int, int]
+    ) -> None:
+        """`files`: of the host memory that rank 0 may want to share; -1: none."""
         self.size = together.split.size
         self.together = together
         self.limits: StepLimits | None = None  # set by `num_blocks`, as is the next one
         self.host_slots = [0, 0]  # for blocks, and for kept states
-        self.host_file = file  # -1: host memory is for this rank alone
+        self.host_files = list(files)  # -1: host memory is for this rank alone
         self.loaded: FollowedAdapters | None = None  # set by `adapters`
         self._wire, self._timeout_s = wire, timeout_s
         self._messages = Queue[RankMessage]()
@@ -110,7 +112,8 @@ class Followed:
             raise RankLost(f"rank 0 sent {message.kind.name} before the sizes of steps")
         found = message.fields
         self.limits, self.host_slots = StepLimits(**found["limits"]), found["host_slots"]
-        self.host_file = self.host_file if found["shares_host"] else -1
+        shared = zip(self.host_files, found["shares_host"], strict=True)
+        self.host_files = [file if is_shared else -1 for file, is_shared in shared]
         return self.limits.padding_slot  # the slot behind all others
 
     def steps(self, limits: StepLimits, hosts: object, tokens: tuple[Tensor, ...]) -> Pass:
@@ -119,7 +122,7 @@ class Followed:
     def drafts(self, guesser: Guesser, draws: object, *given: Any) -> Drafts:
         return SharedDrafts(guesser, SharedDraws(None, self.together), *given)
 
-    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+    def moves(self, dims: ModelConfig, stored: BlockLayout, states: object) -> Moves:
         return Moves()
 
     def wait_built(self) -> None:

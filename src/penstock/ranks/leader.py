@@ -38,7 +38,7 @@ class Peer:
     rank: int
     wire: RankWire
     process: subprocess.Popen[bytes] | None = None
-    file: int = -1  # of its host memory, if that is shared
+    files: tuple[int, int] = (-1, -1)  # of its host memory for blocks and for kept states, if that is shared
     answers: Queue[RankMessage] = field(default_factory=Queue)  # READY
 
     def __str__(self) -> str:

@@ -13,12 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 import penstock
@@ -29,23 +30,24 @@ from penstock.engine.execution.draws import Draws
 from penstock.engine.execution.passes import Pass, StepLimits
 from penstock.errors import ConfigError, ModelError, RankLost, TransferFailed
 from penstock.kv.build import Moves
-from penstock.kv.memory import BlockLayout, HostArena
+from penstock.kv.memory import BlockLayout, HostArena, StateLayout
 from penstock.kv.tiers.store import BlockStore
 from penstock.kv.transfer import Mover
 from penstock.models.adapters import AdapterFiles, ReadAdapter
 from penstock.models.model import LayerOps, ModelConfig, Split
 from penstock.models.progress import Progress
-from penstock.models.split import RankHeads, Section, SplitOps
+from penstock.models.split import RankHeads, SplitOps
 from penstock.ranks.collectives import Collectives, file_store, launched_store, process_group
 from penstock.ranks.copies import LedCopier, LedMover
 from penstock.ranks.launched import check_supported, launched_for
 from penstock.ranks.leader import Leader, Peer
-from penstock.ranks.parts import HostParts, PartedStore
+from penstock.ranks.parts import HostParts, PartedStore, kv_places, state_places
 from penstock.ranks.passes import LedSteps, SharedDrafts, SharedDraws
 from penstock.ranks.wire import MessageKind, RankWire, config_fields
 
 FOLLOWER = "penstock.engine.follower"  # the module that the other ranks run
 JOIN_S = 120.0  # for a process to start, and to import torch
+_NONE = np.empty(0, np.int64)
 _LOOPBACK = "127.0.0.1"
 _CONTROL = "penstock/control"  # the name of rank 0's address in torchrun's store
 Hosts = tuple[HostArena | None, HostArena | None]
@@ -66,9 +68,9 @@ class Ranks(Protocol):
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         """Blocks that every rank has room for, once all have loaded the model."""
 
-    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+    def moves(self, dims: ModelConfig, stored: BlockLayout, states: StateLayout | None) -> Moves:
         """How blocks get to the device and back on all ranks. `dims`: of the whole model; `stored`: its
-        blocks."""
+        blocks, and its kept states."""
 
     def wait_built(self) -> None:
         """Until every rank can run steps and copies."""
@@ -92,7 +94,7 @@ class Alone:
 
     size = 1
 
-    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
+    def moves(self, dims: ModelConfig, stored: BlockLayout, states: StateLayout | None) -> Moves:
         return Moves()
 
     def wait_built(self) -> None:
@@ -128,7 +130,7 @@ class Led:
         """`undo`: what is removed at the end."""
         self.size = together.split.size
         self._leader, self._together, self._undo = leader, together, undo
-        self._shares_host = False
+        self._shares_host = [False, False]  # of blocks, and of kept states
         leader.watch(lambda error: together.abort())
 
     def ops(self, ops: LayerOps) -> LayerOps:
@@ -149,23 +151,35 @@ class Led:
     def num_blocks(self, digest: bytes, num_blocks: int, progress: Progress) -> int:
         return self._leader.ready(digest, num_blocks, progress)
 
-    def moves(self, dims: ModelConfig, stored: BlockLayout) -> Moves:
-        spans = [RankHeads.of(dims, Split(rank, self.size)).kv for rank in range(self.size)]
+    def moves(self, dims: ModelConfig, stored: BlockLayout, states: StateLayout | None) -> Moves:
         mover = partial(_led_mover, self._leader)
-        return Moves(mover, False, stored, partial(self._through, stored, spans))
+        return Moves(mover, False, stored, states, partial(self._through, dims, stored, states))
 
     def wait_built(self) -> None:
         self._leader.wait_each()
 
     def _through(
-        self, stored: BlockLayout, spans: Sequence[Section], store: BlockStore, arena: HostArena
+        self,
+        dims: ModelConfig,
+        stored: BlockLayout,
+        states: StateLayout | None,
+        store: BlockStore,
+        arena: HostArena,
     ) -> BlockStore:
         """The host memory of other ranks becomes this one's, too."""
-        files = [peer.file for peer in self._leader.peers]
+        splits, own = [Split(rank, self.size) for rank in range(self.size)], arena.layout
+        is_kv = isinstance(own, BlockLayout)
+        files = [peer.files[not is_kv] for peer in self._leader.peers]
         for file in files:
             os.ftruncate(file, arena.num_bytes)
-        self._shares_host = True
-        return PartedStore(store, HostParts(arena, stored, spans, files))
+        self._shares_host[not is_kv] = True
+        if isinstance(own, BlockLayout):
+            places = [kv_places(stored, own, RankHeads.of(dims, split).kv) for split in splits]
+            return PartedStore(store, HostParts(arena, stored.block_bytes, places, files))
+        assert dims.recurrence is not None and states is not None
+        places = [state_places(dims.recurrence, split) for split in splits]
+        parts = HostParts(arena, states.block_bytes, places, files)
+        return PartedStore(store, parts, lambda: self._leader.order_copy(1, _NONE, _NONE, (0, 0)).wait())
 
     def steps(self, limits: StepLimits, hosts: Hosts, tokens: tuple[Tensor, ...]) -> Pass | None:
         host_slots = [0 if host is None else host.num_slots for host in hosts]
@@ -261,19 +275,21 @@ def visible_device(rank: int, num_devices: int, environ: Mapping[str, str]) -> d
 
 def _spawned(rank: int, num_devices: int, undo: contextlib.ExitStack) -> Peer:
     ours, theirs = socket.socketpair()
-    file = os.memfd_create("penstock-host-kv")  # its size is set when it is known
-    undo.callback(os.close, file)
+    # of blocks, and of kept states; their sizes are set when they are known
+    files = os.memfd_create("penstock-host-kv"), os.memfd_create("penstock-host-states")
+    for file in files:
+        undo.callback(os.close, file)
     # the same source as here, however this process has found it
     paths = filter(None, (str(Path(penstock.__file__).parents[1]), os.environ.get("PYTHONPATH")))
     environ = {**os.environ, **visible_device(rank, num_devices, os.environ)}
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), str(file)]
+    command = [sys.executable, "-m", FOLLOWER, *map(str, (theirs.fileno(), *files))]
     with theirs:
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno(), file], env=environ, stdin=subprocess.DEVNULL, stdout=2
+            command, pass_fds=[theirs.fileno(), *files], env=environ, stdin=subprocess.DEVNULL, stdout=2
         )
     undo.callback(_end, process)
-    return Peer(rank, RankWire(ours, JOIN_S), process, file)
+    return Peer(rank, RankWire(ours, JOIN_S), process, files)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -10,17 +10,15 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.config import Config, OffloadConfig, RanksConfig
+from penstock.config import Config, OffloadConfig
 from penstock.contract import FinishReason, KvSource, StateMove, StepPlan
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.passes import StatePass, StepOps
-from penstock.engine.recurrent import for_recurrent
 from penstock.engine.scheduling.boundaries import AtBoundaries
 from penstock.engine.scheduling.placement import Placement
 from penstock.errors import ConfigError
@@ -29,7 +27,6 @@ from penstock.kv.memory import StateLayout
 from penstock.kv.rules import WholePrefix, WithStates
 from penstock.kv.states import KeptStates
 from penstock.lanes.cpu import CpuLane
-from penstock.models.qwen3_5 import TINY_QWEN3_5
 from penstock.sanitizer.report import Kind
 from penstock.testing.sanitized import build_sanitized
 from tests.cpu.engine.test_engine import check_at_rest
@@ -76,13 +73,6 @@ def all_at_rest(engine: Engine) -> None:
     counts = states_of(engine).pool.counts
     assert counts.free + counts.idle == states_of(engine).pool.num_slots
     assert not states_of(engine).expected
-
-
-def test_several_ranks_keep_states_in_host_memory_alone(tmp_path: Path) -> None:
-    config = tiny_config(MODEL, **ROOM, ssd_dir=str(tmp_path))
-    for_recurrent(config, TINY_QWEN3_5)
-    with pytest.raises(ConfigError, match="--kv-offload-ssd-dir"):
-        for_recurrent(dataclasses.replace(config, ranks=RanksConfig(2)), TINY_QWEN3_5)
 
 
 # ---------------------------------------------------------------------------------------- a prefix comes back

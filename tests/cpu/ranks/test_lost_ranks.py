@@ -168,9 +168,8 @@ def test_all_ranks_have_the_blocks_that_the_smallest_has_room_for() -> None:
 def test_a_rank_of_another_version_refuses_to_join() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), "-1"], pass_fds=[theirs.fileno()]
-        )
+        command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), "-1", "-1"]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     wire = RankWire(ours, _END_S)
     assert wire.receive().kind is MessageKind.JOIN
     wire.send(MessageKind.SETUP, {"version": "0.0.0", "config": config_fields(Config()), "rank": 1})

@@ -287,11 +287,13 @@ def test_contexts_larger_than_the_device_are_streamed_on_all_ranks(model: str) -
 
 
 def test_a_disk_serves_any_number_of_ranks(tmp_path: Path) -> None:
-    """Each engine finds what those before it wrote, and writes a prompt of its own. With four ranks each of
-    the two KV heads is on two of them."""
+    """Each engine finds what those before it wrote, states too, and writes a prompt of its own. With four
+    ranks each of the two KV heads is on two of them, and two have none of the heads with a state."""
     sizes, answers = (1, 2, 4, 1), dict[int, Collected]()
+    directory, disk = write_tiny_model(tmp_path / "model", HYBRID), str(tmp_path / "disk")
     for index, size in enumerate(sizes):
-        engine = build_ranks(size, host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.1)
+        given = {"host_blocks": 64, "ssd_dir": disk, "ssd_gib": 0.1}
+        engine = build_ranks(size, "tiny-qwen3.5", directory=directory, **given)
         wait_scanned(engine)
         for seed in range(index):
             again = generate(engine, prompt(120, seed=seed))
