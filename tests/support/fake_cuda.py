@@ -30,7 +30,7 @@ from penstock.kv import build as kv_build
 from penstock.kv import memory
 from penstock.lanes import cuda
 from penstock.lanes.lane import Capture, Op, Replay, Ticket
-from penstock.models import loader
+from penstock.models import adapters, loader
 from penstock.models.weights import each_weight, empty_weight
 
 DEVICE_BYTES = 139 << 30
@@ -307,6 +307,13 @@ def _patch(patch: pytest.MonkeyPatch, gpu: FakeGpu, compiles: bool) -> None:
             one.name: empty_weight(one, device, dtype) for one in each_weight(config, "weights", progress)
         }
 
+    row_order = adapters._row_order
+
+    def real_order(*given: Any) -> Any:
+        with unset_fake_temporarily():
+            return row_order(*given)
+
+    patch.setattr(adapters, "_row_order", real_order)
     patch.setattr(cuda, "is_usable", lambda: True)
     patch.setattr(cuda, "wait_set_up", lambda device: None)
     for module in (engine_build, kv_build):
