@@ -17,7 +17,7 @@ from penstock.engine.engine import Engine
 from tests.support.driving import Collected, run_all, settle_all, submit, wait_scanned
 
 NUM_TOKENS = 6
-LENGTHS = (17, 40, 64, 129, 300)  # around the ends of blocks and of chunks
+LENGTHS = (17, 40, 64, 129, 210)  # around the ends of blocks and of chunks
 
 Answer = tuple[tuple[int, ...], tuple[Any, ...]]
 

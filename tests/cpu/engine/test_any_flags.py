@@ -36,7 +36,7 @@ OPTIONS = {
     "--sanitize-bytes": (None, ""),
     "--trace": (None, "trace.json"),
     "--speculate": (None, "ngram", "mtp", "eagle", "draft:tiny-qwen3"),
-    "--speculate-tokens": (None, 1, 7, 15, 16),
+    "--speculate-tokens": (None, 1, 15, 16),
     "blocks": ("few", "many"),
     "tiers": ("none", "host", *ADMISSIONS),
     "deep": (False, True),

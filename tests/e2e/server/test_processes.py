@@ -408,7 +408,7 @@ def test_a_front_that_stands_still_holds_up_nobody_and_is_started_again() -> Non
     with running(*TINY, "--api-processes", "2", "--max-concurrent", "2", also=(QUICK_BEATS,)) as server:
         victim, other = server.children("front")
         paused = server.connect(victim)
-        stream = begin(paused, max_tokens=1000)
+        stream = begin(paused, max_tokens=200)
         victim.suspend()
         victim.resume()
         assert stream.read().endswith(b"data: [DONE]\n\n")  # a moment is no matter
