@@ -186,6 +186,11 @@ class _Setup:
             self.launcher = self._kept(launcher)
         return lane
 
+    def look(self) -> None:
+        """Before a step: the number of threads follows what other processes leave."""
+        if self.threads is not None:
+            self.threads.look()
+
     def _kept(self, lane: Lane) -> Lane:
         self.lanes.append(lane)
         self.undo.callback(_close, lane.close)
@@ -275,9 +280,7 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
     cache, budget, dims, scoring = storage.cache, sizes.budget, models.dims, ScoringCost()
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     executor = _executor(setup, models, storage, sizes, grammars, adapters)
-    if setup.device.type == "cuda":
-        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
-        warm.capture_all(executor, setup.progress)
+    _capture(setup, executor)
     setup.ranks.wait_built()
     speculation = _speculation(setup, sizes.limits, executor)
     estimates = Estimates(cache.prefill, sizing.lengths_for(config), lambda: scoring.tau)
@@ -311,6 +314,12 @@ def _assemble(setup: _Setup, models: _Models, trace: TraceFile | None) -> Engine
             ranks=setup.ranks,
         )
     )
+
+
+def _capture(setup: _Setup, executor: Executor) -> None:
+    if setup.device.type == "cuda":
+        cuda.wait_set_up(setup.device)  # weights, arena and the sampler's state, before any lane touches them
+        warm.capture_all(executor, setup.progress)
 
 
 def _prompt_limits(cache: KvCache, max_model_len: int, vocab: int) -> PromptLimits:
@@ -419,16 +428,7 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     if storage.host_arena is not None and not any(dims.windows):
         budget = sizing.with_deep(budget, config, num_blocks)
     may_be_paged = holds_all and sizing.may_be_paged(config, max_model_len, num_blocks)
-    if may_be_paged and config.source.deterministic:
-        raise ConfigError(
-            "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
-            "--max-model-len"
-        )
-    residency = ResidencyChoice.of(
-        budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
-    )
-    if setup.ranks.size > 1:
-        residency = replace(residency, division=None, refusal="the model is on several ranks")
+    residency = _residency(setup, budget, may_be_paged)
     division = residency.division
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -450,6 +450,19 @@ def _sizes(setup: _Setup, models: _Models, storage: Opened) -> _Sizes:
     return _Sizes(max_model_len, replace(budget, division=division), residency, limits)
 
 
+def _residency(setup: _Setup, budget: Budget, may_be_paged: bool) -> ResidencyChoice:
+    if may_be_paged and setup.config.source.deterministic:
+        raise ConfigError(
+            "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
+            "--max-model-len"
+        )
+    deep_blocks = budget.deep_blocks if may_be_paged else 0
+    residency = ResidencyChoice.of(deep_blocks, budget.resident_blocks, setup.config.kv)
+    if setup.ranks.size > 1:
+        residency = replace(residency, division=None, refusal="the model is on several ranks")
+    return residency
+
+
 def _executor(
     setup: _Setup,
     models: _Models,
@@ -467,9 +480,8 @@ def _executor(
     part = _target_part(storage.arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers, setup.config.source.deterministic)
     drafts = _drafts(setup, models, (storage.arena, attention), (draws, sampler.pending))
-    begin = (lambda: None) if setup.threads is None else setup.threads.look
     states = _states(dims.recurrence, limits, storage.states, sampler.rejected)
-    parts = (target, attention, sampler.pending, begin, drafts, (states.slots, states.drafts))
+    parts = (target, attention, sampler.pending, setup.look, drafts, (states.slots, states.drafts))
     pool = _expert_pool(setup, models, lane)
     forward = Forward(*parts) if pool is None else PooledForward(pool, *parts)
     replays = _replays(setup, limits, forward, lambda: sampler.pending, lane)
@@ -489,7 +501,7 @@ def _executor(
         None if state_pass is None or not states.drafts else SettlePass(state_pass, states.drafts, replays),
         None if drafts is None else DraftPass(drafts, rows, replays, masks),
     ]
-    present = tuple(one for one in passes if one is not None)
+    present = tuple(filter(None, passes))
     return Executor(lane, limits, present, target_pass, masks, _weights_of(adapters, target))
 
 
@@ -534,9 +546,7 @@ def build_follower(config: Config, ranks: Followed) -> FollowerParts:
         states = _follower_host(setup, group.states, num_states, ranks.host_files[1], KEPT_STATES)
     arena = DeviceArena(group.layout, models.num_blocks, setup.device)
     executor = _follower_executor(setup, ranks, models, (arena, host, states))
-    if setup.device.type == "cuda":
-        cuda.wait_set_up(setup.device)
-        warm.capture_all(executor, silent)
+    _capture(setup, executor)
     return FollowerParts(executor, setup.lanes, arena, host, states, observers)
 
 
@@ -568,9 +578,8 @@ def _follower_executor(
     part = _target_part(arena, target, models.own_dims)
     attention = _attention(*part, target.rope, target.config.num_kv_layers)
     drafts = _drafts(setup, models, (arena, attention), (None, pending))
-    begin = (lambda: None) if setup.threads is None else setup.threads.look
     states = _states(target.config.recurrence, limits, kept, rejected)
-    forward = Forward(target, attention, pending, begin, drafts, (states.slots, states.drafts))
+    forward = Forward(target, attention, pending, setup.look, drafts, (states.slots, states.drafts))
     replays = _replays(setup, limits, forward, lambda: pending, lane)
     paged = _paged(setup, limits, host_arena, forward, (lane, uploads, 0))
     target_pass = TargetPass(forward, replays, rejected, paged)
@@ -726,7 +735,14 @@ def check_ahead(config: Config) -> None:
         raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free")
     draft_part = None if draft_dims is None else part_of(draft_dims, split)
     layout = sizing.layout_for(config, dims, device, draft_part)
-    kv, given = config.kv, config.kv.device_blocks
+    num_blocks = _num_blocks_ahead(config, layout, (free, needed), on_cuda)
+    group = KvGroup(layout, sizing.windows_of(facts.config, draft_dims))
+    sizing.longest_sequence(config, facts.config, num_blocks, whole=sizing.holds_all(group, num_blocks))
+
+
+def _num_blocks_ahead(config: Config, layout: BlockLayout, memory: tuple[int, int], on_cuda: bool) -> int:
+    """KV blocks at most. `memory`: free, and needed for weights."""
+    (free, needed), kv, given = memory, config.kv, config.kv.device_blocks
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
     if given is not None and given * layout.block_bytes > free - needed:
@@ -734,13 +750,12 @@ def check_ahead(config: Config) -> None:
             f"{given} KV blocks take {given * layout.block_bytes / GIB:.1f} GiB and the weights "
             f"{needed / GIB:.1f}"
         )
+        where = "cuda" if on_cuda else "cpu"
         raise ConfigError(
-            f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
+            f"{size}, and {free / GIB:.1f} GiB of {where} memory are free; lower --device-kv-gib"
         )
     room = free - needed if on_cuda else int(sizing.CPU_KV_GIB * GIB)  # the default, at most
-    num_blocks = room // layout.block_bytes if given is None else given
-    group = KvGroup(layout, sizing.windows_of(facts.config, draft_dims))
-    sizing.longest_sequence(config, facts.config, num_blocks, whole=sizing.holds_all(group, num_blocks))
+    return room // layout.block_bytes if given is None else given
 
 
 def _dims_of_head(config: Config, target: ModelConfig) -> ModelConfig | None:

@@ -93,7 +93,7 @@ def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text
     end = TokenEvent("r", finish=FinishReason.STOP, stop_token=2)
     answer = Answer(Scripted(*said, end), [1, 2], greedy(5))
     assert "".join(answer.pieces()) == bytes(tokens).decode()
-    assert answer.figures() == Figures(2, KvSource(computed=2), len(tokens) + 1, 1.0, 2.0, "stop")
+    assert answer.figures() == Figures(2, KvSource(computed=2), len(tokens) + 1, 1.0, 2.0, finish="stop")
 
 
 def test_tokens_and_logprobs_end_together_where_a_stop_string_does():
