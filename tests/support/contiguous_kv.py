@@ -117,3 +117,15 @@ def generate(model: Decoder, prompt: Sequence[int], num_tokens: int) -> list[int
     while len(output) < num_tokens:
         output.append(int(forward(model, kv, output[-1:])[-1].argmax()))
     return output
+
+
+TIE = 1e-5  # of logits: two tokens are equally likely, and rounding decides
+
+
+def assert_greedy(model: Decoder, prompt: Sequence[int], found: Sequence[int]) -> None:
+    """`found` is the greedy continuation, up to a token that rounding may have chosen."""
+    for place, (token, right) in enumerate(zip(found, generate(model, prompt, len(found)), strict=False)):
+        if token != right:
+            logits = logits_of(model, [*prompt, *found[:place]])[-1]
+            assert logits[right] - logits[token] < TIE, f"token {place} is {token} instead of {right}"
+            return
