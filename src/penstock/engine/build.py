@@ -186,15 +186,19 @@ class _Setup:
             self.launcher = self._kept(launcher)
         return lane
 
-    def look(self) -> None:
-        """Before a step: the number of threads follows what other processes leave."""
-        if self.threads is not None:
-            self.threads.look()
+    @property
+    def look(self) -> Callable[[], None]:
+        """Called before a step: the number of threads follows what other processes leave."""
+        return _nothing if self.threads is None else self.threads.look
 
     def _kept(self, lane: Lane) -> Lane:
         self.lanes.append(lane)
         self.undo.callback(_close, lane.close)
         return lane
+
+
+def _nothing() -> None:
+    """On CUDA the number of threads stays as it is."""
 
 
 class _Models(NamedTuple):
