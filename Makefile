@@ -116,7 +116,7 @@ site: $(VENV)/.setup-docs
 site-serve: $(VENV)/.setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
-# Some ten minutes. ARGS='-k offload' for one page.
+# Some fifteen minutes. ARGS='-k offload' for one page.
 docs-check: setup-dev
 	$(ONE_THREAD) PENSTOCK_DOCS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/e2e/test_documents.py $(ARGS)
 
